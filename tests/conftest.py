@@ -9,7 +9,11 @@ from functools import cache
 
 import pytest
 
-pytest_plugins = ["chosen_rows", "cpu_seconds", *(["reached_lines"] if "REACHED_LINES" in os.environ else [])]
+pytest_plugins = [
+    "support.chosen_rows",
+    "support.cpu_seconds",
+    *(["support.reached_lines"] if "REACHED_LINES" in os.environ else []),
+]
 
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

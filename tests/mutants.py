@@ -41,7 +41,7 @@ ROOMS = {  # a file belongs to the first room that has it
 }
 KINDS = 6
 LIMIT = 150  # seconds on the wall of one test
-ENOUGH = 300  # CPU seconds, when nothing was mutated, of the tests that one mutant is given to
+ENOUGH = 100  # CPU seconds, when nothing was mutated, of the quick tests that one mutant is given to, and of the slow ones
 STOPPED = (
     30  # seconds between two looks at a test run, after which this process must have been stopped meanwhile
 )
@@ -254,12 +254,13 @@ class Reached(NamedTuple):
     tests: list[tuple[str, float, str]]
     of_mutant: dict[str, list[int]]
 
-    def rows(self, name, rows, there):
+    def rows(self, name, mutant, rows, there):
         """Tests for a mutant, of those that are there: what runs its line, then what else the files of these have.
 
-        Tests that have come since count as slow rows.
+        Of what runs the line, tests in the folder of its package come first. Tests that have come since count as slow.
         """
-        line = self.of_mutant[name]
+        room = Path(mutant["file"]).parent.name
+        line = sorted(self.of_mutant[name], key=lambda n: room not in Path(self.tests[n][0]).parts)
         files = {file_of(self.tests[position][0]) for position in line}
         whole = [n for n, (test, *_) in enumerate(self.tests) if file_of(test) in files]
         taken, found = 0.0, []
@@ -391,7 +392,7 @@ class Judge:
         """Give a mutant to its quick or to its slow rows."""
         seconds = 0.0
         while True:
-            tests = self.reached.rows(name, rows, self.there - set(self.broken))
+            tests = self.reached.rows(name, mutant, rows, self.there - set(self.broken))
             found = {"test": "", "rows": rows, "cpu_seconds": seconds, "outcome": "survived"}
             if not tests:
                 return found

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import yaml
-from command_line import run, write_config
-from helpers import ClientStates, States, blobs, distance, small_cnn, train
+from support.command_line import run, write_config
+from support.helpers import ClientStates, States, blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import blobs, distance, small_cnn, train
+from support.helpers import blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.aggregation import (

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SGD, blobs, distance, fit, small_cnn, train
+from support.helpers import SGD, blobs, distance, fit, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.attacks import Backdoor, GradientAscent, LabelFlip, ModelReplacement

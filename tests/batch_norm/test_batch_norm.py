@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import SGD, blobs, federated_run, fit, small_cnn, train, union_batch
+from support.helpers import SGD, blobs, federated_run, fit, small_cnn, train, union_batch
 from torch import nn
 from torchvision.models import resnet18
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, client_batch, federated_run, small_cnn
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.helpers import ArrayClient, blobs, client_batch, federated_run, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import distance, small_cnn
+from support.helpers import distance, small_cnn
 from torch import nn
 from torch.nn import functional as F
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import blobs, distance, small_cnn, train
+from support.helpers import blobs, distance, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, distance, small_cnn, train
+from support.helpers import blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import NNM, Median, TrimmedMean

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import blobs, small_cnn, train
+from support.helpers import blobs, small_cnn, train
 
 from fl_lightning import ConfigurationError
 from fl_lightning.attacks import LabelFlip, SignFlip

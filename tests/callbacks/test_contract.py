@@ -4,8 +4,8 @@ from functools import cache, partial
 
 import pytest
 import torch
-from contract import ADAM, EVERY_ROW, method_of, run
-from helpers import States, blobs, distance, federated_run
+from support.contract import ADAM, EVERY_ROW, method_of, run
+from support.helpers import States, blobs, distance, federated_run
 
 from fl_lightning import FederatedCallback
 from fl_lightning.verification import certify

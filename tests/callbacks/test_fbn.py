@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, States, blobs, distance, fit, small_cnn, train, uneven_clients, union_of
+from support.helpers import SGD, States, blobs, distance, fit, small_cnn, train, uneven_clients, union_of
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor

@@ -5,7 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, States, blobs, distance, plain_step, small_cnn, train, uneven_clients, union_batch
+from support.helpers import (
+    SGD,
+    States,
+    blobs,
+    distance,
+    plain_step,
+    small_cnn,
+    train,
+    uneven_clients,
+    union_batch,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 

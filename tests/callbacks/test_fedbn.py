@@ -7,9 +7,9 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from command_line import run as command
-from command_line import write_config
-from helpers import (
+from support.command_line import run as command
+from support.command_line import write_config
+from support.helpers import (
     SGD,
     ArrayClient,
     SaveRounds,
@@ -21,7 +21,7 @@ from helpers import (
     small_cnn,
     train,
 )
-from readme_code import methods
+from support.readme_code import methods
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import blobs, distance, small_cnn, train
+from support.helpers import blobs, distance, small_cnn, train
 from torch.distributions import Normal, kl_divergence
 
 import fl_lightning.callbacks.feddna

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, federated_run, small_cnn, train
-from readme_code import methods
+from support.helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from support.readme_code import methods
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (

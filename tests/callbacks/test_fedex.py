@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
+from support.helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ClientStates, blobs, client_batch, distance, small_cnn, train
+from support.helpers import ClientStates, blobs, client_batch, distance, small_cnn, train
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor

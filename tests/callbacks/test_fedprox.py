@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, small_cnn, train
-from readme_code import methods
+from support.helpers import blobs, client_batch, distance, small_cnn, train
+from support.readme_code import methods
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor

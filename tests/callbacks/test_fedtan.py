@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
+from support.helpers import (
     SGD,
     ArrayClient,
     SaveRounds,

@@ -4,7 +4,18 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, States, blobs, by_hand, centralised, distance, fit, small_cnn, train
+from support.helpers import (
+    SGD,
+    SaveRounds,
+    States,
+    blobs,
+    by_hand,
+    centralised,
+    distance,
+    fit,
+    small_cnn,
+    train,
+)
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor

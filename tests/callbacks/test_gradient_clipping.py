@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, small_cnn, train
+from support.helpers import blobs, client_batch, distance, small_cnn, train
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import blobs, by_hand, centralised, distance, federated_run, small_cnn, train
+from support.helpers import blobs, by_hand, centralised, distance, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import ArrayClient, States, blobs, client_batch, distance, small_cnn, train
+from support.helpers import ArrayClient, States, blobs, client_batch, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor

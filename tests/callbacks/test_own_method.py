@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, distance, federated_run, small_cnn, train
-from readme_code import METHOD_BLOCKS, methods
+from support.helpers import ArrayClient, blobs, distance, federated_run, small_cnn, train
+from support.readme_code import METHOD_BLOCKS, methods
 
 from fl_lightning import FederatedCallback, FederatedDataModule
 

@@ -10,8 +10,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from contract import MOMENTUM, SHIPPED, contents
-from helpers import SGD, SaveRounds, blobs, distance, federated_run, fit, small_cnn
+from support.contract import MOMENTUM, SHIPPED, contents
+from support.helpers import SGD, SaveRounds, blobs, distance, federated_run, fit, small_cnn
 
 from fl_lightning import (
     ConfigurationError,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Received, blobs, federated_run, small_cnn
+from support.helpers import Received, blobs, federated_run, small_cnn
 from torch.nn.functional import batch_norm
 
 from examples.own_method.recalibration import ServerRecalibration

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import (
+from support.helpers import (
     ClientStates,
     States,
     blobs,

@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from contract import MOMENTUM, ROW_OF_METHOD, TABLE, method_of
-from helpers import SGD, distance, federated_run
-from street_scenes import write_scenes
+from support.contract import MOMENTUM, ROW_OF_METHOD, TABLE, method_of
+from support.helpers import SGD, distance, federated_run
+from support.street_scenes import write_scenes
 
 from fl_lightning import Segmentation, SequentialExecutor, VectorizedExecutor
 from fl_lightning.datamodules import Cityscapes

@@ -5,7 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, blobs, client_batch, distance, federated_run, plain_step, small_cnn
+from support.helpers import (
+    SGD,
+    SaveRounds,
+    blobs,
+    client_batch,
+    distance,
+    federated_run,
+    plain_step,
+    small_cnn,
+)
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, SiloBN

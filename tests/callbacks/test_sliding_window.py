@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import rows, run
-from helpers import SaveRounds, States, blobs, federated_run, small_cnn, train
+from support.command_line import rows, run
+from support.helpers import SaveRounds, States, blobs, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback

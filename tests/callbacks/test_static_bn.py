@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, Rows, States, blobs, client_batch, distance, fit, small_cnn, train
+from support.helpers import ArrayClient, Rows, States, blobs, client_batch, distance, fit, small_cnn, train
 from torch import nn
 from torch.optim.swa_utils import update_bn
 

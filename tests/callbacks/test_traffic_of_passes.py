@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch.callbacks import Callback
+from support.helpers import ArrayClient, blobs, federated_run
 
 from fl_lightning import FederatedDataModule
 from fl_lightning.callbacks import CommunicationLedger, StaticBN

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import attempts, message_of, run, write_config
+from support.command_line import attempts, message_of, run, write_config
 
 from fl_lightning import errors
 from fl_lightning.cli.command_line import main

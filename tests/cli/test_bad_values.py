@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import message_of, run, write_config
+from support.command_line import message_of, run, write_config
 
 INF = math.inf
 DATA = (

@@ -11,8 +11,8 @@ import matplotlib as mpl
 import pytest
 import torch
 import yaml
-from command_line import attempts, rows, run, write_config
-from readme_code import METHOD_BLOCKS
+from support.command_line import attempts, rows, run, write_config
+from support.readme_code import METHOD_BLOCKS
 
 from fl_lightning.cli.command_line import main
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO

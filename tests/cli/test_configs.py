@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import main
-from helpers import write_cifar10_folders
-from layouts import write_feddrive, write_femnist, write_tiny_imagenet
-from pages import take_examples
-from street_scenes import write_scenes
-from sweeps import SWEEPS, command_line, grid
+from support.command_line import main
+from support.helpers import write_cifar10_folders
+from support.layouts import write_feddrive, write_femnist, write_tiny_imagenet
+from support.pages import take_examples
+from support.street_scenes import write_scenes
+from support.sweeps import SWEEPS, command_line, grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import fl_lightning

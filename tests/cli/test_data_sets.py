@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import main, write_config
+from support.command_line import main, write_config
 
 from fl_lightning import datamodules
 from fl_lightning.datamodules import (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import attempts, main, message_of, run, write_config
-from helpers import write_cifar10_folders
+from support.command_line import attempts, main, message_of, run, write_config
+from support.helpers import write_cifar10_folders
 
 from fl_lightning.experiments.run_directory.runs_frame import runs_frame
 

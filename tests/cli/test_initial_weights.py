@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import message_of, rows, run, write_config
+from support.command_line import message_of, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from command_line import attempts, message_of, rows, run, write_config
-from helpers import SGD, blobs, fit, small_cnn
+from support.command_line import attempts, message_of, rows, run, write_config
+from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics

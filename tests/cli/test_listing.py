@@ -1,7 +1,7 @@
 """``list``: every name that a configuration can use, and no other."""
 
 import pytest
-from command_line import write_config
+from support.command_line import write_config
 from torch import nn
 
 from fl_lightning.__main__ import main

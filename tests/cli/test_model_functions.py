@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import message_of, run, write_config
-from helpers import write_cifar10_folders
+from support.command_line import message_of, run, write_config
+from support.helpers import write_cifar10_folders
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from command_line import rows, run, write_config
+from support.command_line import rows, run, write_config
 
 
 def closed_pipe():

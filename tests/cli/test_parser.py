@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from command_line import message_of
+from support.command_line import message_of
 from torch import nn
 from torchmetrics import Metric
 

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import message_of, run, write_config
 from PIL import Image
-from street_scenes import write_scenes
+from support.command_line import message_of, run, write_config
+from support.street_scenes import write_scenes
 
 from fl_lightning.__main__ import main
 

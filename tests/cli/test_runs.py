@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command_line import message_of
-from written_runs import write_run
+from support.command_line import message_of
+from support.written_runs import write_run
 
 from fl_lightning.__main__ import main
 from fl_lightning.experiments.run_directory.directory import Attempt

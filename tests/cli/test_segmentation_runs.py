@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import main, rows
 from PIL import Image
-from street_scenes import write_scenes
+from support.command_line import main, rows
+from support.street_scenes import write_scenes
 
 import fl_lightning
 from fl_lightning.datamodules import Cityscapes

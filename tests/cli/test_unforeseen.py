@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import attempts, message_of, run, write_config
+from support.command_line import attempts, message_of, run, write_config
 
 OWN = """
 import lightning as L

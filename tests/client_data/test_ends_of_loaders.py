@@ -3,8 +3,8 @@
 import lightning as L
 import pytest
 import torch
-from helpers import SGD, ArrayClient, federated_run, fit, small_cnn
-from lightning_sites import Lit, federated
+from support.helpers import SGD, ArrayClient, federated_run, fit, small_cnn
+from support.lightning_sites import Lit, federated
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 

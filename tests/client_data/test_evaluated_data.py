@@ -3,9 +3,9 @@
 import lightning as L
 import pytest
 import torch
-from colour_folders import save
-from command_line import main, message_of, run
-from helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
+from support.colour_folders import save
+from support.command_line import main, message_of, run
+from support.helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule

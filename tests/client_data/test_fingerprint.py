@@ -9,8 +9,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from command_line import attempts, message_of, run
-from helpers import SGD, ArrayClient, SaveRounds, blobs, federated_run, fit, small_cnn
+from support.command_line import attempts, message_of, run
+from support.helpers import SGD, ArrayClient, SaveRounds, blobs, federated_run, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule

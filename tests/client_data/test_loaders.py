@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
+from support.helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
 from torch.utils.data import (
     DataLoader,
     RandomSampler,

@@ -6,7 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from helpers import SGD, SaveRounds, distance, fit
+from support.helpers import SGD, SaveRounds, distance, fit
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset

@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from helpers import SGD, SaveRounds, distance, fit, small_cnn
+from support.helpers import SGD, SaveRounds, distance, fit, small_cnn
 from torch.utils.data import (
     DataLoader,
     Dataset,

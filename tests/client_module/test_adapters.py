@@ -6,11 +6,11 @@ from copy import deepcopy
 import lightning as L
 import pytest
 import torch
-from helpers import SaveRounds, States, distance
 from lightning.pytorch.callbacks import Checkpoint
-from lightning_sites import TRAINER, Site, federated
-from outcomes import assert_same
-from pages import PAGES, blocks
+from support.helpers import SaveRounds, States, distance
+from support.lightning_sites import TRAINER, Site, federated
+from support.outcomes import assert_same
+from support.pages import PAGES, blocks
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset

@@ -6,12 +6,12 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from helpers import Rows
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
+from support.helpers import Rows
+from support.lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
 
 IN_FLOAT = {"trainer": {"precision": "32-true"}}
-from recorded_calls import RecordingExecutor
+from support.recorded_calls import RecordingExecutor
 from torch import nn
 from torch._C._functorch import is_batchedtensor
 from torch.nn.functional import cross_entropy

@@ -4,9 +4,9 @@ from zlib import crc32
 
 import lightning as L
 import pytest
-from contract import EVERY_METHOD, method_of
-from helpers import SGD, Rows, States, blobs, fit, small_cnn
-from outcomes import assert_same
+from support.contract import EVERY_METHOD, method_of
+from support.helpers import SGD, Rows, States, blobs, fit, small_cnn
+from support.outcomes import assert_same
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedModule, VectorizedExecutor

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from helpers import SaveRounds, States, distance
-from lightning_sites import Lit, Site, federated, sites
-from outcomes import assert_same
-from study_in_process import InThisProcess
+from support.helpers import SaveRounds, States, distance
+from support.lightning_sites import Lit, Site, federated, sites
+from support.outcomes import assert_same
+from support.study_in_process import InThisProcess
 
 from fl_lightning import (
     ConfigurationError,
@@ -175,7 +175,7 @@ def test_another_hyperparameter_is_refused_on_resume(tmp_path):
 
 
 CODE = """
-from lightning_sites import FederatedDataModule, Lit, Site
+from support.lightning_sites import FederatedDataModule, Lit, Site
 
 
 class Hospitals(FederatedDataModule):
@@ -257,7 +257,7 @@ def test_a_study_chooses_by_a_logged_name_and_tabulates_it(own_module, monkeypat
 
 OWN_STEP = """
 from fl_lightning import FederatedDataModule as Sites
-from lightning_sites import CLASSES, Lit, Site
+from support.lightning_sites import CLASSES, Lit, Site
 from torch.utils.data import DataLoader
 
 

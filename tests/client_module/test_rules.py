@@ -6,7 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning_sites import FEATURES, Lit, Site, federated, sites
+from support.lightning_sites import FEATURES, Lit, Site, federated, sites
 from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule, Run

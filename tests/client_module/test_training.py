@@ -5,11 +5,11 @@ from copy import deepcopy
 import lightning as L
 import pytest
 import torch
-from helpers import distance
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.demos.transformer import LightningTransformer
-from lightning_sites import TRAINER, Lit, Site, federated, sites
+from support.helpers import distance
+from support.lightning_sites import TRAINER, Lit, Site, federated, sites
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset

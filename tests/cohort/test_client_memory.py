@@ -12,8 +12,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
-from in_ranks import in_ranks
+from support.helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
+from support.in_ranks import in_ranks
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks import SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN, StatisticsSources

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, blobs, by_hand, distance, small_cnn, train
+from support.helpers import SGD, blobs, by_hand, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run as command
-from command_line import write_config
-from helpers import (
+from support.command_line import run as command
+from support.command_line import write_config
+from support.helpers import (
     SGD,
     Received,
     SaveRounds,

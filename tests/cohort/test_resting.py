@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Rows, blobs, federated_run, small_cnn
+from support.helpers import Rows, blobs, federated_run, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import small_cnn
+from support.helpers import small_cnn
 from torch import nn
 
 from fl_lightning import ConfigurationError

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from command_line import run, write_config
-from helpers import SGD, blobs, small_cnn
-from wandb_files import offline_runs, read_run
+from support.command_line import run, write_config
+from support.helpers import SGD, blobs, small_cnn
+from support.wandb_files import offline_runs, read_run
 
 from fl_lightning import FederatedModule, Run
 

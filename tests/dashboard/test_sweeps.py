@@ -5,10 +5,10 @@ import signal
 
 import pytest
 import yaml
-from command_line import run
-from pages import take_examples
-from sweeps import SWEEPS, command_line, grid
-from wandb_files import offline_runs, read_run, run_id
+from support.command_line import run
+from support.pages import take_examples
+from support.sweeps import SWEEPS, command_line, grid
+from support.wandb_files import offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback
 from fl_lightning.cli.command_line import main

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from command_line import run, write_config
-from wandb_files import metrics, read_run
+from support.command_line import run, write_config
+from support.wandb_files import metrics, read_run
 
 from fl_lightning.experiments.dashboard.contents import callback_settings
 from fl_lightning.experiments.dashboard.logger import RoundWandbLogger

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import lightning as L
 import pytest
-from command_line import run, write_config
-from helpers import SGD, blobs, small_cnn
 from lightning.pytorch.loggers import WandbLogger
-from wandb_files import metrics, offline_runs, read_run, run_id
+from support.command_line import run, write_config
+from support.helpers import SGD, blobs, small_cnn
+from support.wandb_files import metrics, offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.experiments.run_directory.describe import clients_table

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import message_of, run, write_config
-from wandb_files import offline_runs, read_run
+from support.command_line import message_of, run, write_config
+from support.wandb_files import offline_runs, read_run
 
 from fl_lightning import Segmentation
 from fl_lightning.__main__ import main

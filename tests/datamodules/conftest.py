@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from colour_folders import save
+from support.colour_folders import save
 
 from fl_lightning.datamodules import image_files
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from command_line import run, write_config
 from PIL import Image
+from support.command_line import run, write_config
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import CIFAR10

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from street_scenes import IDS, scene, write_scenes
+from support.street_scenes import IDS, scene, write_scenes
 from torchvision import tv_tensors
 
 from fl_lightning import ConfigurationError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from PIL import Image
-from street_scenes import write_scenes
+from support.street_scenes import write_scenes
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes, ImageDomains, ImageFolder, TinyImageNet

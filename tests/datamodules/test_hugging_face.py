@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from command_line import main
-from pages import OURS, blocks
 from PIL import Image
+from support.command_line import main
+from support.pages import OURS, blocks
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import HuggingFaceImages, Natural

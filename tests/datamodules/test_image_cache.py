@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from colour_folders import cache_file, load, save
+from support.colour_folders import cache_file, load, save
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import ImageFolder, image_cache, image_files

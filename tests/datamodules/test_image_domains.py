@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from helpers import SGD, fit, small_cnn
 from PIL import Image
+from support.helpers import SGD, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks import FedBN

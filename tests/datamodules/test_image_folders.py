@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from colour_folders import load, save
 from PIL import Image
+from support.colour_folders import load, save
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import ImageFolder

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from layouts import leaf_writer
+from support.layouts import leaf_writer
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import FEMNIST

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pages import blocks
+from support.pages import blocks
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import (

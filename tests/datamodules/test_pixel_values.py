@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from colour_folders import load
 from PIL import Image
-from street_scenes import write_scenes
+from support.colour_folders import load
+from support.street_scenes import write_scenes
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes, ImageDomains, ImageFolder, StreamedImages

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import SGD, distance, fit, small_cnn
 from PIL import Image
+from support.helpers import SGD, distance, fit, small_cnn
 
 import fl_lightning.datamodules.streamed_images as streamed
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import main, message_of
-from helpers import federated_run, train
+from support.command_line import main, message_of
+from support.helpers import federated_run, train
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client_data.batches import describe_batch

@@ -3,7 +3,7 @@
 import re
 
 import house
-from pages import PAGES
+from support.pages import PAGES
 
 PAGE = PAGES["docs/architecture.md"].read_text()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gallery
 import pytest
-from written_runs import write_study
+from support.written_runs import write_study
 
 
 @pytest.mark.parametrize(("scale", "name"), [("reduced", "table9"), ("full", "table9-full")])

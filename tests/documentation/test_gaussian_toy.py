@@ -6,7 +6,7 @@ import gaussian_toy as toy
 import lightning as L
 import pytest
 import torch
-from helpers import distance, train
+from support.helpers import distance, train
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, FixBN

@@ -9,8 +9,8 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
-from lightning_sites import Lit, sites
-from pages import PAGES, ROOT, blocks, take_examples
+from support.lightning_sites import Lit, sites
+from support.pages import PAGES, ROOT, blocks, take_examples
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 

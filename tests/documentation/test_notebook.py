@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT
+from support.pages import ROOT
 
 NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 

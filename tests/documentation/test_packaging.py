@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import TINY
 from packaging.requirements import Requirement
+from support.command_line import TINY
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ import re
 
 import generated
 import pytest
-from pages import PAGES, ROOT, WRITTEN
+from support.pages import PAGES, ROOT, WRITTEN
 
 from fl_lightning import callbacks
 

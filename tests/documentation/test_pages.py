@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torchmetrics
-from command_line import main
-from helpers import SGD, ArrayClient, blobs, fit, small_cnn, write_cifar10_folders
-from pages import OURS, PAGES, ROOT, blocks, commands, looped_configurations, methods_of, take_examples
-from readme_code import METHOD_BLOCKS, hide
-from street_scenes import write_scenes
+from support.command_line import main
+from support.helpers import SGD, ArrayClient, blobs, fit, small_cnn, write_cifar10_folders
+from support.pages import (
+    OURS,
+    PAGES,
+    ROOT,
+    blocks,
+    commands,
+    looped_configurations,
+    methods_of,
+    take_examples,
+)
+from support.readme_code import METHOD_BLOCKS, hide
+from support.street_scenes import write_scenes
 from torch import nn
 
 from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule

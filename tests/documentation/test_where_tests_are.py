@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import support
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("fl_lightning", "callbacks", "datamodules")
 ROW = re.compile(r"^\| `([\w/]+)`: (.+) \| (.+) \|$", re.MULTILINE)
@@ -36,3 +38,8 @@ def test_every_module_has_a_test_of_its_name_or_stands_in_the_table():
     assert len(in_table) == len({*in_table})
     assert modules() - by_name == {*in_table}
     assert {name for _, _, names in table for name in names} <= {name for name, _ in tests}
+
+
+def test_the_index_of_support_names_each_of_its_files():
+    files = {path.stem for path in (ROOT / "tests/support").iterdir()} - {"__init__", "__pycache__"}
+    assert {*re.findall(r"^    (\w+):", support.__doc__, re.MULTILINE)} == files

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import blobs, fit, small_cnn
-from outcomes import MOMENTUM
-from recorded_calls import RecordingExecutor
+from support.helpers import blobs, fit, small_cnn
+from support.outcomes import MOMENTUM
+from support.recorded_calls import RecordingExecutor
 from test_graphs import Spare
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

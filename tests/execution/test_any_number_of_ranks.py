@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from command_line import rows, run
-from contract import ROW_OF_METHOD, TABLE
-from contract import run as run_method
-from helpers import ArrayClient, States, blobs, distance, small_cnn
-from outcomes import assert_same, same, states
+from support.command_line import rows, run
+from support.contract import ROW_OF_METHOD, TABLE
+from support.contract import run as run_method
+from support.helpers import ArrayClient, States, blobs, distance, small_cnn
+from support.outcomes import assert_same, same, states
 from torch import nn
 
 from fl_lightning import (

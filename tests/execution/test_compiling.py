@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run as run_command
-from contract import TABLE
-from contract import run as run_method
-from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
-from outcomes import outcome, same
+from support.command_line import run as run_command
+from support.contract import TABLE
+from support.contract import run as run_method
+from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from support.outcomes import outcome, same
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -5,7 +5,7 @@ from functools import cache, partial
 import lightning as L
 import pytest
 import torch
-from helpers import SGD, ArrayClient, blobs, distance, fit, small_cnn
+from support.helpers import SGD, ArrayClient, blobs, distance, fit, small_cnn
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from in_ranks import in_ranks
+from support.in_ranks import in_ranks
 
 from fl_lightning import ConfigurationError
 from fl_lightning.errors import doing

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from command_line import rows, run
-from helpers import SGD, blobs, fit, small_cnn
+from support.command_line import rows, run
+from support.helpers import SGD, blobs, fit, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedModule, GraphExecutor, SequentialExecutor, VectorizedExecutor

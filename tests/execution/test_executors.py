@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, blobs, distance, fit, small_cnn, train
-from outcomes import METHODS, MOMENTUM, outcome
+from support.helpers import SGD, blobs, distance, fit, small_cnn, train
+from support.outcomes import METHODS, MOMENTUM, outcome
 from torch import nn
 
 from fl_lightning import (

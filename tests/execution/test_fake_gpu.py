@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from contract import EVERY_METHOD, ROW_OF_METHOD, TABLE, method_of
-from fake_gpu import CUDA, fake_gpu, fit
-from helpers import SGD, SaveRounds, blobs, small_cnn
-from helpers import fit as fit_on_cpu
+from support.contract import EVERY_METHOD, ROW_OF_METHOD, TABLE, method_of
+from support.fake_gpu import CUDA, fake_gpu, fit
+from support.helpers import SGD, SaveRounds, blobs, small_cnn
+from support.helpers import fit as fit_on_cpu
 from torch import nn
 
 from fl_lightning import (

@@ -8,8 +8,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import States, blobs, fit, small_cnn
-from lightning_sites import Lit, federated
+from support.helpers import States, blobs, fit, small_cnn
+from support.lightning_sites import Lit, federated
 from test_graphs import REFUSED, Counts, refused
 from torch import nn
 

@@ -11,10 +11,10 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import torch
-from contract import ADAM, EVERY_METHOD, TABLE, method_of, run
-from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
-from outcomes import MOMENTUM, assert_same, outcome, states
-from recorded_calls import OfGPU, RecordedCalls, RecordingExecutor
+from support.contract import ADAM, EVERY_METHOD, TABLE, method_of, run
+from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from support.outcomes import MOMENTUM, assert_same, outcome, states
+from support.recorded_calls import OfGPU, RecordedCalls, RecordingExecutor
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command_line import attempts, rows, run, write_config
+from support.command_line import attempts, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning import ConfigurationError

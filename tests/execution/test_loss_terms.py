@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from support.helpers import blobs, client_batch, distance, federated_run, small_cnn, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 

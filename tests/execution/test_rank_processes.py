@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, fit, small_cnn
-from outcomes import MOMENTUM, assert_same, states
+from support.helpers import ArrayClient, blobs, fit, small_cnn
+from support.outcomes import MOMENTUM, assert_same, states
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule

@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import SGD, distance, fit, train
-from outcomes import assert_same, outcome, states
-from recorded_calls import RecordingExecutor
+from support.helpers import SGD, distance, fit, train
+from support.outcomes import assert_same, outcome, states
+from support.recorded_calls import RecordingExecutor
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor

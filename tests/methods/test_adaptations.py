@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from contract import contents
-from helpers import ArrayClient, SaveRounds, blobs, distance, federated_run, small_cnn
+from support.contract import contents
+from support.helpers import ArrayClient, SaveRounds, blobs, distance, federated_run, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedDataModule, VariantEvaluation

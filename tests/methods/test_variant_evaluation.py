@@ -6,8 +6,8 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from contract import contents
-from helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, federated_run, fit
+from support.contract import contents
+from support.helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, federated_run, fit
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -5,7 +5,7 @@ from math import log
 
 import pytest
 import torch
-from helpers import blobs, centralised, distance, train
+from support.helpers import blobs, centralised, distance, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, distance, fit, train
-from street_scenes import write_scenes
+from support.helpers import SGD, ArrayClient, distance, fit, train
+from support.street_scenes import write_scenes
 from torch import nn
 
 from fl_lightning import (

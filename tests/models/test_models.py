@@ -3,8 +3,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit
 from jsonargparse import ArgumentParser
+from support.helpers import SGD, blobs, fit
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state
 from torchvision.models import resnet18

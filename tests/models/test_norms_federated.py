@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import States, blobs, centralised, distance, small_cnn, train
+from support.helpers import States, blobs, centralised, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor

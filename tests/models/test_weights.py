@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from support.helpers import SGD, blobs, fit, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedModule

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import ArrayClient, States, blobs, distance, small_cnn, train
+from support.helpers import ArrayClient, States, blobs, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run as command
-from command_line import write_config
-from contract import contents
-from helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
+from support.command_line import run as command
+from support.command_line import write_config
+from support.contract import contents
+from support.helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN

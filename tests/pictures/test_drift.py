@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from command_line import attempts, run, write_config
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.text import Text
+from support.command_line import attempts, run, write_config
 
 from fl_lightning.callbacks import BatchNormDiagnostics
 from fl_lightning.pictures.drift import drift_figure, layers_figure

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import attempts, run, write_config
 from PIL import Image
+from support.command_line import attempts, run, write_config
 
 from fl_lightning.experiments.run_directory import drawings
 from fl_lightning.experiments.run_directory.directory import Attempt

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
+from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.callbacks import FixBN

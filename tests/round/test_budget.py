@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from helpers import SaveRounds, distance, federated_run
+from support.helpers import SaveRounds, distance, federated_run
 
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.round.plan import RoundPlan

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import SGD, blobs, by_hand, distance, small_cnn
-from outcomes import outcome
+from support.helpers import SGD, blobs, by_hand, distance, small_cnn
+from support.outcomes import outcome
 from torch import nn
 
 from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor

@@ -4,7 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, States, blobs, centralised, distance, federated_run, fit, small_cnn, train
+from support.helpers import (
+    ArrayClient,
+    States,
+    blobs,
+    centralised,
+    distance,
+    federated_run,
+    fit,
+    small_cnn,
+    train,
+)
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Rows, blobs, fit, small_cnn
+from support.helpers import Rows, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, States, blobs, by_hand, distance, federated_run, fit, small_cnn
-from outcomes import assert_same, states
+from support.helpers import SGD, SaveRounds, States, blobs, by_hand, distance, federated_run, fit, small_cnn
+from support.outcomes import assert_same, states
 
 from fl_lightning import (
     ClientFailures,

@@ -5,8 +5,8 @@ from functools import partial
 
 import lightning as L
 import pytest
-from command_line import rows, run, write_config
-from helpers import SGD, blobs, fit, small_cnn
+from support.command_line import rows, run, write_config
+from support.helpers import SGD, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassConfusionMatrix
 

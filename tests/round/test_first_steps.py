@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from helpers import ArrayClient, blobs, client_batch, distance, fit, small_cnn, train
-from outcomes import outcome, same
+from support.helpers import ArrayClient, blobs, client_batch, distance, fit, small_cnn, train
+from support.outcomes import outcome, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from helpers import SGD, blobs, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
+from support.helpers import SGD, blobs, federated_run, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.models import FBNCNN

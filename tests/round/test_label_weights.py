@@ -5,7 +5,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from helpers import SGD, ArrayClient, blobs, fit, small_cnn
+from support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
 

@@ -6,8 +6,8 @@ from copy import deepcopy
 import lightning as L
 import pytest
 import torch
-from command_line import message_of, run
-from helpers import SGD, blobs, small_cnn, train
+from support.command_line import message_of, run
+from support.helpers import SGD, blobs, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, Run

@@ -1,7 +1,7 @@
 """What the clients of a round send, as the vectors of the server's rules."""
 
 import torch
-from helpers import blobs, small_cnn, train
+from support.helpers import blobs, small_cnn, train
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import Krum, Median

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from helpers import SGD, ArrayClient, blobs, fit, small_cnn
+from support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import mse_loss
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, distance, fit, small_cnn
+from support.helpers import ArrayClient, blobs, distance, fit, small_cnn
 
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, FedTAN, FixBN

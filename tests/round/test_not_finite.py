@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run as run_command
-from helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
-from outcomes import MOMENTUM, assert_same, states
+from support.command_line import run as run_command
+from support.helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
+from support.outcomes import MOMENTUM, assert_same, states
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning import (

@@ -7,8 +7,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from command_line import message_of, run, write_config
-from helpers import SGD, SaveRounds, blobs, fit, small_cnn, write_cifar10_folders
+from support.command_line import message_of, run, write_config
+from support.helpers import SGD, SaveRounds, blobs, fit, small_cnn, write_cifar10_folders
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import F1Score

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Received, SaveRounds, blobs, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
+from support.helpers import Received, SaveRounds, blobs, federated_run, fit, small_cnn
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import (

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import SaveRounds, blobs, fit, small_cnn
-from outcomes import MOMENTUM, assert_same, same, states
+from support.helpers import SaveRounds, blobs, fit, small_cnn
+from support.outcomes import MOMENTUM, assert_same, same, states
 from torch import nn
 
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
+from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 

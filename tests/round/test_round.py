@@ -5,7 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, States, blobs, by_hand, client_batch, distance, federated_run, small_cnn, train
+from support.helpers import (
+    SGD,
+    States,
+    blobs,
+    by_hand,
+    client_batch,
+    distance,
+    federated_run,
+    small_cnn,
+    train,
+)
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (

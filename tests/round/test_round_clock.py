@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from command_line import run
-from helpers import SGD, blobs, fit, small_cnn
 from lightning.pytorch.loggers import CSVLogger
+from support.command_line import run
+from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.aggregation import WeightedMean

@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from helpers import SGD, blobs, distance, federated_run, fit, small_cnn, train
+from support.helpers import SGD, blobs, distance, federated_run, fit, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule

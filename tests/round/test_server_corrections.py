@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SaveRounds, blobs, distance, federated_run, small_cnn, train
+from support.helpers import SaveRounds, blobs, distance, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import FederatedCallback

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
 from PIL import Image
+from support.helpers import SGD, blobs, fit, small_cnn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.classification import MulticlassJaccardIndex

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import SGD, blobs, fit, small_cnn
+from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedCallback, FederatedModule
 

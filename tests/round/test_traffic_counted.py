@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SGD, Received, SaveRounds, blobs, federated_run
+from support.helpers import SGD, Received, SaveRounds, blobs, federated_run
 
 import fl_lightning.callbacks.fedtan
 from fl_lightning import FederatedCallback

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import message_of, rows, run
-from helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
-from lightning_sites import Lit
+from support.command_line import message_of, rows, run
+from support.helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
+from support.lightning_sites import Lit
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import run, write_config
-from helpers import SGD, blobs, fit, small_cnn
+from support.command_line import run, write_config
+from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import FedBN

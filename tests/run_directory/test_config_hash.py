@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from naming import named
+from support.naming import named
 
 from fl_lightning import FederatedModule
 from fl_lightning.cli.command_line import main

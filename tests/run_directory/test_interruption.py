@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import attempts, rows, run, write_config
+from support.command_line import attempts, rows, run, write_config
 
 from fl_lightning.__main__ import main
 from fl_lightning.datamodules import Digits

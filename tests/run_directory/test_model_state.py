@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from command_line import message_of, run
-from helpers import SGD, blobs, small_cnn
 from lightning.pytorch.callbacks import Callback
+from support.command_line import message_of, run
+from support.helpers import SGD, blobs, small_cnn
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, Run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import run, write_config
+from support.command_line import run, write_config
 
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings

@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 import torch
-from command_line import rows, run
-from contract import SHIPPED, TABLE
-from helpers import SGD, blobs, small_cnn
+from support.command_line import rows, run
+from support.contract import SHIPPED, TABLE
+from support.helpers import SGD, blobs, small_cnn
 
 from fl_lightning import FederatedModule, Run
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO

@@ -5,7 +5,7 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
-from command_line import run
+from support.command_line import run
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from command_line import TINY, rows, run
+from support.command_line import TINY, rows, run
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, MultiStep, Run

@@ -12,11 +12,11 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from command_line import rows
-from helpers import SGD, blobs, small_cnn
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
+from support.command_line import rows
+from support.helpers import SGD, blobs, small_cnn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import (

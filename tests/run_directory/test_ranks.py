@@ -1,9 +1,9 @@
 """A scheduler numbers the runs that it starts at once; each of them is still a run of its own."""
 
 import pytest
-from command_line import rows, run
-from helpers import federated_run
 from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
+from support.command_line import rows, run
+from support.helpers import federated_run
 
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
 

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from command_line import run, write_config
+from support.command_line import run, write_config
 
 from fl_lightning import FederatedCallback
 from fl_lightning.experiments.dashboard.contents import media

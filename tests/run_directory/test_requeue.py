@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import message_of, rows, run, write_config
+from support.command_line import message_of, rows, run, write_config
 
 from fl_lightning.experiments.run_directory import checkpoint_io
 from fl_lightning.experiments.run_directory.directory import Attempt

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from command_line import attempts, message_of, rows, run, write_config
+from support.command_line import attempts, message_of, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning.cli.command_line import main

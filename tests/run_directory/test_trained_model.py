@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import main, message_of
-from helpers import write_cifar10_folders
-from trained_models import accuracy_on, fit, outputs_on_test_data, predicted, probabilities, table_of
+from support.command_line import main, message_of
+from support.helpers import write_cifar10_folders
+from support.trained_models import accuracy_on, fit, outputs_on_test_data, predicted, probabilities, table_of
 
 from fl_lightning import ConfigurationError, load_model
 from fl_lightning.__main__ import main as command

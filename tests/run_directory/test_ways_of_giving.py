@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import write_config
-from naming import named, named_again
+from support.command_line import write_config
+from support.naming import named, named_again
 
 OWN = '''
 import enum

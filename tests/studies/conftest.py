@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from study_in_process import TINY, InThisProcess, write
+from support.study_in_process import TINY, InThisProcess, write
 
 from fl_lightning.experiments.studies.engines import local
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cells import (
+from support.cells import (
     PAUSES,
     ancestors,
     attempts_of,
@@ -22,7 +22,7 @@ from cells import (
     wait_until,
     write_study,
 )
-from command_line import message_of, rows
+from support.command_line import message_of, rows
 
 from fl_lightning import ConfigurationError
 from fl_lightning.cli import study

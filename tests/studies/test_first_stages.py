@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from untrained_cells import LR, cell, finish
+from support.untrained_cells import LR, cell, finish
 
 from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.experiments.studies import first_stages

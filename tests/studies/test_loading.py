@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from pandas.testing import assert_frame_equal
-from study_frames import study_frame
-from study_in_process import study as run_study
-from study_in_process import write
-from written_runs import write_run, write_study
+from support.study_frames import study_frame
+from support.study_in_process import study as run_study
+from support.study_in_process import write
+from support.written_runs import write_run, write_study
 
 from fl_lightning import ConfigurationError, load_run, load_study
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict

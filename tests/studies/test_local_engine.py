@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from cells import (
+from support.cells import (
     PAUSES,
     attempts_of,
     new_server,
@@ -18,8 +18,8 @@ from cells import (
     wait_until,
     write_study,
 )
-from command_line import rows
-from outcomes import same
+from support.command_line import rows
+from support.outcomes import same
 
 from benchmarks.process_tree import is_running
 from fl_lightning.execution import choice

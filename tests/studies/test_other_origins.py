@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import run
-from study_in_process import finished_study, found, study, write
-from written_runs import write_run
+from support.command_line import run
+from support.study_in_process import finished_study, found, study, write
+from support.written_runs import write_run
 
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.reading import read_study

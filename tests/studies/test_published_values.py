@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from untrained_cells import STUDY, finish, study_cells
+from support.untrained_cells import STUDY, finish, study_cells
 
 import fl_lightning
 from fl_lightning.experiments.studies.collecting import collect

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from command_line import message_of
-from written_runs import write_run, write_study
+from support.command_line import message_of
+from support.written_runs import write_run, write_study
 
 from fl_lightning import load_study
 from fl_lightning.__main__ import main

@@ -4,7 +4,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from untrained_cells import finish, study_cells
+from support.untrained_cells import finish, study_cells
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.collecting import collect, reported

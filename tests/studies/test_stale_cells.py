@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from study_in_process import finished_study, found, study, write
+from support.study_in_process import finished_study, found, study, write
 
 
 @pytest.mark.slow

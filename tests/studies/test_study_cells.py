@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from untrained_cells import BASE, STUDY, cell, finish, study_cells
+from support.untrained_cells import BASE, STUDY, cell, finish, study_cells
 
 from fl_lightning.cli.command_line import main, resolve
 from fl_lightning.errors import ConfigurationError

@@ -4,7 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from untrained_cells import LR, STUDY, finish, study_cells
+from support.untrained_cells import LR, STUDY, finish, study_cells
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen

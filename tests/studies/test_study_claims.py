@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
-from study_frames import study_frame
+from support.study_frames import study_frame
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies import verdicts

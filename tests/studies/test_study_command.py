@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import message_of, run
-from study_in_process import STUDY, finished_study, found, study, write
+from support.command_line import message_of, run
+from support.study_in_process import STUDY, finished_study, found, study, write
 
 import fl_lightning.cli.study
 from fl_lightning.__main__ import main

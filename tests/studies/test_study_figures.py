@@ -6,8 +6,8 @@ from itertools import product
 
 import pandas as pd
 import pytest
-from study_frames import study_frame
-from written_runs import write_run
+from support.study_frames import study_frame
+from support.written_runs import write_run
 
 from fl_lightning.experiments.studies.figures import pictures, write_figures
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cells import (
+from support.cells import (
     attempts_of,
     is_pausing,
     new_server,
@@ -18,7 +18,7 @@ from cells import (
     wait_until,
     write_study,
 )
-from command_line import rows
+from support.command_line import rows
 
 from fl_lightning.cli import study, study_cell
 from fl_lightning.experiments.studies.cells import State

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from study_frames import study_frame
+from support.study_frames import study_frame
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.latex_table import escaped, latex_table

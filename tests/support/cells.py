@@ -9,10 +9,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import yaml
-from command_line import rows, run, write_config
 
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.reading import read_study
+from support.command_line import rows, run, write_config
 
 PAUSE = """
 import time

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from command_line import FederatedCLI, run
 
 from fl_lightning.experiments.run_directory.config_digest import config_hash, deciding_settings
+from support.command_line import FederatedCLI, run
 
 
 class Named(NamedTuple):

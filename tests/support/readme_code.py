@@ -3,9 +3,8 @@
 import re
 from types import SimpleNamespace
 
-from pages import blocks
-
 from fl_lightning import FederatedCallback
+from support.pages import blocks
 
 METHOD_BLOCKS = {
     found[1]: block

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from broken_callbacks import FAILS, RIGHT, ranks
-from readme_code import METHOD_BLOCKS, hide
+from support.broken_callbacks import FAILS, RIGHT, ranks
+from support.readme_code import METHOD_BLOCKS, hide
 
 from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.__main__ import main

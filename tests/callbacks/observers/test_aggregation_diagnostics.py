@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import States, blobs, distance, small_cnn, train
+from support.helpers import States, blobs, distance, small_cnn, train
 
 from fl_lightning.aggregation import NNM, Median, MultiKrum, RobustAggregator, TrimmedMean, WeightedMean
 from fl_lightning.attacks import ALittleIsEnough, Gaussian

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SaveRounds, blobs, client_batch, federated_run, small_cnn, uneven_clients
+from support.helpers import SaveRounds, blobs, client_batch, federated_run, small_cnn, uneven_clients
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor

@@ -7,8 +7,8 @@ from math import log
 import lightning as L
 import pytest
 import torch
-from command_line import run, write_config
-from helpers import SGD, SaveRounds, blobs, federated_run, small_cnn
+from support.command_line import run, write_config
+from support.helpers import SGD, SaveRounds, blobs, federated_run, small_cnn
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ClientFailures, ConfigurationError, FederatedModule

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from command_line import run, write_config
-from helpers import ArrayClient, blobs, federated_run
 from lightning.pytorch import LightningDataModule
+from support.command_line import run, write_config
+from support.helpers import ArrayClient, blobs, federated_run
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import Classification, FederatedDataModule, callbacks

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import run as command
-from command_line import write_config
-from helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
+from support.command_line import run as command
+from support.command_line import write_config
+from support.helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedModule

@@ -5,7 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, client_batch, federated_run, small_cnn, uneven_clients, union_batch
+from support.helpers import (
+    ArrayClient,
+    blobs,
+    client_batch,
+    federated_run,
+    small_cnn,
+    uneven_clients,
+    union_batch,
+)
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import ArrayClient, blobs, client_batch, distance, federated_run, fit, small_cnn, train
-from lightning_sites import Lit, Site
+from support.helpers import ArrayClient, blobs, client_batch, distance, federated_run, fit, small_cnn, train
+from support.lightning_sites import Lit, Site
 from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule

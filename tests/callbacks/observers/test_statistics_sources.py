@@ -6,8 +6,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import SGD, ArrayClient, SaveRounds, blobs, distance, federated_run, fit, small_cnn, train
-from lightning_sites import Lit, Site, federated
+from support.helpers import (
+    SGD,
+    ArrayClient,
+    SaveRounds,
+    blobs,
+    distance,
+    federated_run,
+    fit,
+    small_cnn,
+    train,
+)
+from support.lightning_sites import Lit, Site, federated
 from torch.utils.data import DataLoader
 
 from fl_lightning import (

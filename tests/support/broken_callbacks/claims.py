@@ -2,7 +2,6 @@
 
 import torch
 
-from broken_callbacks.registry import fails, of_kind
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.callbacks import (
@@ -19,6 +18,7 @@ from fl_lightning.callbacks import (
     StaticBN,
 )
 from fl_lightning.cohort.cohort import SERVER
+from support.broken_callbacks.registry import fails, of_kind
 
 
 def with_variance(cohort, pl_module, rule):

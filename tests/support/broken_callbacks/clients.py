@@ -1,8 +1,8 @@
 """Broken in what is kept of clients, and in what they see of each other."""
 
-from broken_callbacks.registry import fails, of_kind
 from fl_lightning import FederatedCallback, LocalState
 from fl_lightning.callbacks import FedBN, MaintainedMomentum
+from support.broken_callbacks.registry import fails, of_kind
 
 
 @fails("absent clients", "client numbers", "clients own state")

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import torch
 
-from broken_callbacks.registry import fails
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks import MaintainedMomentum
+from support.broken_callbacks.registry import fails
 
 
 @fails("resume")

@@ -1,9 +1,9 @@
 """Broken in what becomes of the server's state."""
 
-from broken_callbacks.registry import fails, of_kind
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
+from support.broken_callbacks.registry import fails, of_kind
 
 
 @fails("server state")

@@ -2,9 +2,9 @@
 
 import torch
 
-from broken_callbacks.registry import fails, of_kind
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks import SCAFFOLD
+from support.broken_callbacks.registry import fails, of_kind
 
 
 @fails("learning rate 0")
