@@ -10,9 +10,9 @@ from functools import cache
 import pytest
 
 pytest_plugins = [
-    "support.chosen_rows",
-    "support.cpu_seconds",
-    *(["support.reached_lines"] if "REACHED_LINES" in os.environ else []),
+    "tests.support.chosen_rows",
+    "tests.support.cpu_seconds",
+    *(["tests.support.reached_lines"] if "REACHED_LINES" in os.environ else []),
 ]
 
 os.environ["WANDB_MODE"] = "disabled"
@@ -78,5 +78,12 @@ def first_steps_are_compared_where_it_is_tested(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path, monkeypatch):
-    """Whatever a test writes relative to the working directory lands in its temporary directory."""
+    """Whatever a test writes relative to the working directory lands in its temporary directory.
+
+    Modules that it writes there end with it.
+    """
     monkeypatch.chdir(tmp_path)
+    yield
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import yaml
-from support.command_line import run, write_config
-from support.helpers import ClientStates, States, blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import (
@@ -24,6 +22,8 @@ from fl_lightning.callbacks import FBN
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.methods import LocalState
+from tests.support.command_line import run, write_config
+from tests.support.helpers import ClientStates, States, blobs, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 

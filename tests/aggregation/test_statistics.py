@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.helpers import blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.aggregation import (
@@ -18,6 +17,7 @@ from fl_lightning.aggregation import (
 )
 from fl_lightning.attacks import NonFinite, SignFlip
 from fl_lightning.callbacks import FBN, Byzantine, FixBN, MomentMatching
+from tests.support.helpers import blobs, distance, small_cnn, train
 
 UNIFORM = torch.full((10,), 0.1, dtype=torch.float64)
 

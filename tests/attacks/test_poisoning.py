@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, distance, fit, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.attacks import Backdoor, GradientAscent, LabelFlip, ModelReplacement
 from fl_lightning.callbacks import Byzantine
+from tests.support.helpers import SGD, blobs, distance, fit, small_cnn, train
 
 
 def test_labels_are_flipped_and_what_is_no_class_stays():

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, federated_run, fit, small_cnn, train, union_batch
 from torch import nn
 from torchvision.models import resnet18
 
@@ -22,6 +21,7 @@ from fl_lightning.batch_norm.swapping import SwappedBatchNorm, restore_batch_nor
 from fl_lightning.callbacks import FBN, FedTAN, FixBN
 from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.policy import policy_table, resolve_policy
+from tests.support.helpers import SGD, blobs, federated_run, fit, small_cnn, train, union_batch
 
 pytestmark = pytest.mark.first_steps
 

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.helpers import ArrayClient, blobs, client_batch, federated_run, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -23,6 +22,7 @@ from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.callbacks import ClassifierBias, FedPer, FixBN, StatisticsSources
 from fl_lightning.callbacks.fedex import held_out_losses
+from tests.support.helpers import ArrayClient, blobs, client_batch, federated_run, small_cnn
 
 pytestmark = [
     pytest.mark.first_steps,

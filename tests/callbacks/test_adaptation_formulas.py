@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import distance, small_cnn
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.methods import adapt_statistics, balanced_statistics, entropy_steps, moving_statistics
+from tests.support.helpers import distance, small_cnn
 
 
 def test_balanced_statistics_of_values_far_from_zero_do_not_cancel():

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from support.added_layers import Adapters, Gates, OwnGates, gated
-from support.command_line import run as run_command
-from support.command_line import write_config
-from support.helpers import Received, SaveRounds, distance, small_cnn
 from test_heads import BODY, EVALUATED, EXECUTORS, HEAD, MOMENTUM, ROUNDS, STEPS, run, separate_models
 from torch import nn
 
@@ -13,6 +9,10 @@ from fl_lightning import ConfigurationError, FederatedCallback, SwappedBatchNorm
 from fl_lightning.__main__ import main
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.verification import certify
+from tests.support.added_layers import Adapters, Gates, OwnGates, gated
+from tests.support.command_line import run as run_command
+from tests.support.command_line import write_config
+from tests.support.helpers import Received, SaveRounds, distance, small_cnn
 
 pytestmark = pytest.mark.first_steps
 
@@ -106,7 +106,7 @@ def test_a_method_adds_its_layers_once_to_a_model():
 
 @pytest.mark.slow
 def test_commands_know_added_parameters(capsys):
-    write_config({"trainer.callbacks": ["support.added_layers.OwnGates"], "trainer.max_epochs": 2})
+    write_config({"trainer.callbacks": ["tests.support.added_layers.OwnGates"], "trainer.max_epochs": 2})
     norm = ("--model.model.norm", "bn")
     main(["list", "parameters", "--config", "tiny.yaml", *norm])
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)

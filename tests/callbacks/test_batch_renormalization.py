@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.helpers import blobs, distance, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import BatchRenormalization
 from fl_lightning.callbacks.batch_renormalization import RenormalizedBatchNorm
+from tests.support.helpers import blobs, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SETTINGS = {"r_max": 1.3, "d_max": 0.4, "r_growth": (1, 5), "d_growth": (0, 4), "momentum": 0.2, "eps": 1e-2}

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, client_batch, distance, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import BNSCAFFOLD, SCAFFOLD, FedTAN
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import SGD, blobs, client_batch, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 RESTING = partial(torch.optim.SGD, lr=0.0)

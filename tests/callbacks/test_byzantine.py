@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import NNM, Median, TrimmedMean
@@ -23,6 +22,7 @@ from fl_lightning.callbacks.byzantine import attackers
 from fl_lightning.datamodules import Digits, GammaSimilarity, HonestOnly
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.verification import certify
+from tests.support.helpers import blobs, distance, small_cnn, train
 
 FIVE = {"num_clients": 5, "sizes": (16,)}
 

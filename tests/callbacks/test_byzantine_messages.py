@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.helpers import blobs, small_cnn, train
 
 from fl_lightning import ConfigurationError
 from fl_lightning.attacks import LabelFlip, SignFlip
 from fl_lightning.callbacks import Byzantine, FixBN, SiloBN
+from tests.support.helpers import blobs, small_cnn, train
 
 FIVE = {"num_clients": 5, "sizes": (16,)}
 

@@ -4,11 +4,11 @@ from functools import cache, partial
 
 import pytest
 import torch
-from support.contract import ADAM, EVERY_ROW, method_of, run
-from support.helpers import States, blobs, distance, federated_run
 
 from fl_lightning import FederatedCallback
 from fl_lightning.verification import certify
+from tests.support.contract import ADAM, EVERY_ROW, method_of, run
+from tests.support.helpers import States, blobs, distance, federated_run
 
 ROUNDS = 8
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, States, blobs, distance, fit, small_cnn, train, uneven_clients, union_of
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
@@ -13,6 +12,17 @@ from fl_lightning.aggregation import Aggregator, Median
 from fl_lightning.attacks import NonFinite
 from fl_lightning.callbacks import FBN, Byzantine, FedPer, FedRep, FixBN
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import (
+    SGD,
+    States,
+    blobs,
+    distance,
+    fit,
+    small_cnn,
+    train,
+    uneven_clients,
+    union_of,
+)
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 WIRES = pytest.mark.parametrize("wire", ["run", "batch"])

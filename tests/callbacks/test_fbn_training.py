@@ -5,7 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import (
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fl_lightning import SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
+from tests.support.helpers import (
     SGD,
     States,
     blobs,
@@ -16,11 +21,6 @@ from support.helpers import (
     uneven_clients,
     union_batch,
 )
-from torch import nn
-from torch.nn.functional import cross_entropy
-
-from fl_lightning import SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.02)
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

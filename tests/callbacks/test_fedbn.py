@@ -7,9 +7,17 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from support.command_line import run as command
-from support.command_line import write_config
-from support.helpers import (
+from torch import nn
+
+from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedBN, FixBN
+from fl_lightning.datamodules import Digits, Shards
+from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods.own_data import weighed_accuracy
+from fl_lightning.models import LeNet
+from tests.support.command_line import run as command
+from tests.support.command_line import write_config
+from tests.support.helpers import (
     SGD,
     ArrayClient,
     SaveRounds,
@@ -21,15 +29,7 @@ from support.helpers import (
     small_cnn,
     train,
 )
-from support.readme_code import methods
-from torch import nn
-
-from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FedBN, FixBN
-from fl_lightning.datamodules import Digits, Shards
-from fl_lightning.methods.local_state import LocalState
-from fl_lightning.methods.own_data import weighed_accuracy
-from fl_lightning.models import LeNet
+from tests.support.readme_code import methods
 
 BN_STATE = [
     f"{layer}.{name}"

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import blobs, distance, small_cnn, train
 from torch.distributions import Normal, kl_divergence
 
 import fl_lightning.callbacks.feddna
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedDNA, FedPer, MomentMatching
 from fl_lightning.callbacks.feddna import reverse_kl_importances
+from tests.support.helpers import blobs, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 EPS = 1e-5

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import blobs, client_batch, distance, federated_run, small_cnn, train
-from support.readme_code import methods
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (
@@ -21,6 +19,8 @@ from fl_lightning.callbacks import FedBN, FedDyn, FedProx
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import blobs, client_batch, distance, federated_run, small_cnn, train
+from tests.support.readme_code import methods
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

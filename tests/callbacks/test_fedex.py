@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from support.helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
@@ -19,6 +18,7 @@ from fl_lightning.callbacks.fedex import (
     step_size,
 )
 from fl_lightning.round.policy import policy_table
+from tests.support.helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SCHEDULES = ("auto", "adaptive", "aggressive", "constant")

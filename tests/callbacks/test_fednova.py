@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import ClientStates, blobs, client_batch, distance, small_cnn, train
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, SequentialExecutor, VectorizedExecutor
@@ -13,6 +12,7 @@ from fl_lightning.callbacks import FedBN, FedNova
 from fl_lightning.callbacks.fednova import step_length
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import ClientStates, blobs, client_batch, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

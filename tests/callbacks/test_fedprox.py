@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import blobs, client_batch, distance, small_cnn, train
-from support.readme_code import methods
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN, FedProx
+from tests.support.helpers import blobs, client_batch, distance, small_cnn, train
+from tests.support.readme_code import methods
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

@@ -6,7 +6,22 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support.helpers import (
+from torch import nn
+
+import fl_lightning.callbacks.fedtan
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedModule,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
+from fl_lightning.batch_norm.joint import cohort_mean
+from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedBN, FedTAN, FixBN, MaintainedMomentum
+from fl_lightning.callbacks.fedtan import JointStep, TANBatchNorm
+from fl_lightning.models import ResNet8, ResNet20
+from tests.support.helpers import (
     SGD,
     ArrayClient,
     SaveRounds,
@@ -23,21 +38,6 @@ from support.helpers import (
     train,
     union_batch,
 )
-from torch import nn
-
-import fl_lightning.callbacks.fedtan
-from fl_lightning import (
-    ConfigurationError,
-    FederatedCallback,
-    FederatedDataModule,
-    FederatedModule,
-    SequentialExecutor,
-    VectorizedExecutor,
-)
-from fl_lightning.batch_norm.joint import cohort_mean
-from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedBN, FedTAN, FixBN, MaintainedMomentum
-from fl_lightning.callbacks.fedtan import JointStep, TANBatchNorm
-from fl_lightning.models import ResNet8, ResNet20
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -4,7 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import (
+from torch import nn
+
+from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FixBN
+from tests.support.helpers import (
     SGD,
     SaveRounds,
     States,
@@ -16,10 +20,6 @@ from support.helpers import (
     small_cnn,
     train,
 )
-from torch import nn
-
-from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FixBN
 
 STATISTICS = [
     f"{layer}.{name}" for layer in (1, 4) for name in ("running_mean", "running_var", "num_batches_tracked")

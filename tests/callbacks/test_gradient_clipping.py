@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import blobs, client_batch, distance, small_cnn, train
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import ClientGradientClipping, FedProx, FixBN
+from tests.support.helpers import blobs, client_batch, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 INFINITY = float("inf")

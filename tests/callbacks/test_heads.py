@@ -6,17 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import (
-    SGD,
-    Received,
-    SaveRounds,
-    blobs,
-    client_batch,
-    distance,
-    federated_run,
-    plain_step,
-    small_cnn,
-)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -41,6 +30,17 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.methods.fine_tuning import fine_tuned
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import (
+    SGD,
+    Received,
+    SaveRounds,
+    blobs,
+    client_batch,
+    distance,
+    federated_run,
+    plain_step,
+    small_cnn,
+)
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02)

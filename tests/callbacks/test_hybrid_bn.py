@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +13,7 @@ from fl_lightning.callbacks import MTFL, FedPer, HybridBN
 from fl_lightning.callbacks.hybrid_bn import _pooled
 from fl_lightning.experiments.run.trainer import make_trainer
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import SaveRounds, blobs, client_batch, distance, federated_run, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 EVALUATED = {"limit_val_batches": 1.0}

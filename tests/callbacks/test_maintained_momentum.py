@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import blobs, by_hand, centralised, distance, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
@@ -13,6 +12,7 @@ from fl_lightning.callbacks import FedBN, FixBN, MaintainedMomentum
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.client_lr import MultiStep
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import blobs, by_hand, centralised, distance, federated_run, small_cnn, train
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02)
 NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02, nesterov=True)

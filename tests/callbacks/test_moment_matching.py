@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.helpers import ArrayClient, States, blobs, client_batch, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FixBN, MomentMatching
 from fl_lightning.methods.running_statistics import client_statistics, set_server_statistics
+from tests.support.helpers import ArrayClient, States, blobs, client_batch, distance, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 WEIGHTS = torch.tensor([1, 2, 3]).double() / 6

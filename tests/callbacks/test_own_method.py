@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import ArrayClient, blobs, distance, federated_run, small_cnn, train
-from support.readme_code import METHOD_BLOCKS, methods
 
 from fl_lightning import FederatedCallback, FederatedDataModule
+from tests.support.helpers import ArrayClient, blobs, distance, federated_run, small_cnn, train
+from tests.support.readme_code import METHOD_BLOCKS, methods
 
 STATISTICS = ("1.running_mean", "1.running_var", "4.running_mean", "4.running_var")
 AFFINE = ("1.weight", "1.bias", "4.weight", "4.bias")

@@ -10,8 +10,6 @@ from itertools import combinations
 
 import pytest
 import torch
-from support.contract import MOMENTUM, SHIPPED, contents
-from support.helpers import SGD, SaveRounds, blobs, distance, federated_run, fit, small_cnn
 
 from fl_lightning import (
     ConfigurationError,
@@ -20,6 +18,8 @@ from fl_lightning import (
     VectorizedExecutor,
     callbacks,
 )
+from tests.support.contract import MOMENTUM, SHIPPED, contents
+from tests.support.helpers import SGD, SaveRounds, blobs, distance, federated_run, fit, small_cnn
 
 SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.helpers import Received, blobs, federated_run, small_cnn
 from torch.nn.functional import batch_norm
 
 from examples.own_method.recalibration import ServerRecalibration
@@ -10,6 +9,7 @@ from fl_lightning.callbacks import SiloBN
 from fl_lightning.verification.comparison import Violated
 from fl_lightning.verification.rules import REMEDIES, RULES
 from fl_lightning.verification.trials import Trials
+from tests.support.helpers import Received, blobs, federated_run, small_cnn
 
 EVALUATED = {"limit_val_batches": 1.0}
 

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import blobs, distance, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import (
@@ -19,6 +18,7 @@ from fl_lightning.aggregation import (
 )
 from fl_lightning.callbacks import SCAFFOLD, FedDNA, FedTAN, MaintainedMomentum, MomentMatching
 from fl_lightning.cohort.cohort import SERVER
+from tests.support.helpers import blobs, distance, small_cnn, train
 
 CLIENTS = {"num_clients": 5, "sizes": (40,) * 5}
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.helpers import blobs, small_cnn, train
 
 from fl_lightning import ClientMemory, ConfigurationError, FederatedCallback
 from fl_lightning.callbacks import SlidingWindowFixBN
+from tests.support.helpers import blobs, small_cnn, train
 
 
 class Counts(FederatedCallback):

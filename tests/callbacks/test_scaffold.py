@@ -6,18 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import (
-    ClientStates,
-    States,
-    blobs,
-    centralised,
-    client_batch,
-    distance,
-    fit,
-    small_cnn,
-    train,
-    uneven_clients,
-)
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,6 +23,18 @@ from fl_lightning.callbacks import SCAFFOLD, FedBN, FedProx, FedRep, FixBN, Main
 from fl_lightning.cohort.rows import parameter_groups
 from fl_lightning.optimizers.client_lr import MultiStep
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import (
+    ClientStates,
+    States,
+    blobs,
+    centralised,
+    client_batch,
+    distance,
+    fit,
+    small_cnn,
+    train,
+    uneven_clients,
+)
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 24, 40, 32)

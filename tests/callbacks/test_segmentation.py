@@ -4,13 +4,13 @@ from functools import cache
 
 import pytest
 import torch
-from support.contract import MOMENTUM, ROW_OF_METHOD, TABLE, method_of
-from support.helpers import SGD, distance, federated_run
-from support.street_scenes import write_scenes
 
 from fl_lightning import Segmentation, SequentialExecutor, VectorizedExecutor
 from fl_lightning.datamodules import Cityscapes
 from fl_lightning.models import SmallDeepLab
+from tests.support.contract import MOMENTUM, ROW_OF_METHOD, TABLE, method_of
+from tests.support.helpers import SGD, distance, federated_run
+from tests.support.street_scenes import write_scenes
 
 
 @pytest.fixture(scope="module")

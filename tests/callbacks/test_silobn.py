@@ -5,7 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import (
+
+from fl_lightning import SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FedBN, SiloBN
+from tests.support.helpers import (
     SGD,
     SaveRounds,
     blobs,
@@ -15,9 +18,6 @@ from support.helpers import (
     plain_step,
     small_cnn,
 )
-
-from fl_lightning import SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FedBN, SiloBN
 
 STATISTICS = [
     f"{layer}.{name}" for layer in (1, 4) for name in ("running_mean", "running_var", "num_batches_tracked")

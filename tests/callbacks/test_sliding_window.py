@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.command_line import rows, run
-from support.helpers import SaveRounds, States, blobs, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback
@@ -13,6 +11,8 @@ from fl_lightning.aggregation import Median
 from fl_lightning.callbacks import FBN, FedPer, FixBN, SlidingWindowFixBN, sliding_window
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.round.policy import policy_table, stages_in_words
+from tests.support.command_line import rows, run
+from tests.support.helpers import SaveRounds, States, blobs, federated_run, small_cnn, train
 
 ROUNDS, WINDOW = 12, 3
 DECAYING = partial(torch.optim.SGD, lr=0.02)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import ArrayClient, Rows, States, blobs, client_batch, distance, fit, small_cnn, train
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
@@ -21,6 +20,17 @@ from fl_lightning.callbacks import FBN, FixBN, StaticBN
 from fl_lightning.methods import statistics_pass
 from fl_lightning.methods.statistics_pass import measured_statistics
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import (
+    ArrayClient,
+    Rows,
+    States,
+    blobs,
+    client_batch,
+    distance,
+    fit,
+    small_cnn,
+    train,
+)
 
 MODES = ["pooled", "pooled_total_variance", "per_client", "per_client_total_variance"]
 SIZES = (40, 80, 120)

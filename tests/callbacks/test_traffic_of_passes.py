@@ -3,11 +3,11 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support.helpers import ArrayClient, blobs, federated_run
 
 from fl_lightning import FederatedDataModule
 from fl_lightning.callbacks import CommunicationLedger, StaticBN
 from fl_lightning.callbacks.observers.network_link import NetworkLink
+from tests.support.helpers import ArrayClient, blobs, federated_run
 
 STATISTICS = 20
 """Floats of running statistics of ``small_cnn``, two layers with 4 and 6 channels."""

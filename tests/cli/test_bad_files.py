@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import attempts, message_of, run, write_config
 
 import fl_lightning.__main__ as program
+from tests.support.command_line import attempts, message_of, run, write_config
 
 TEXT = "model:\n  local_steps: 3\n"
 
@@ -99,7 +99,6 @@ def test_schedule_that_gives_no_factor_is_refused(schedule, line, capsys, tmp_pa
         "def negative(round, rounds): return -1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "schedules", raising=False)
     assert message_of(capsys, lambda: run("--model.client_lr_schedule", schedule)) == f"error: {line}\n"
 
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from support.command_line import attempts, message_of, run, write_config
 
 from fl_lightning import errors
 from fl_lightning.cli.command_line import main
 from fl_lightning.execution.choice import usable_cores
+from tests.support.command_line import attempts, message_of, run, write_config
 
 DATA = "--data.init_args."
 OPTIMIZER = "model.client_optimizer"

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.command_line import message_of, run, write_config
+
+from tests.support.command_line import message_of, run, write_config
 
 INF = math.inf
 DATA = (

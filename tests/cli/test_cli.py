@@ -11,12 +11,12 @@ import matplotlib as mpl
 import pytest
 import torch
 import yaml
-from support.command_line import attempts, rows, run, write_config
-from support.readme_code import METHOD_BLOCKS
 
 from fl_lightning.cli.command_line import main
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Attempt
+from tests.support.command_line import attempts, rows, run, write_config
+from tests.support.readme_code import METHOD_BLOCKS
 
 ROUNDS, CLIENTS, STEPS, BATCH = 4, 3, 2, 10
 WEIGHTS = 25 * 32 + 25 * 32 * 32 + 25 * 32 * 64 + 64 * 10 + 10  # LeNet on one-channel images of 8x8 pixels

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.command_line import main
-from support.helpers import write_cifar10_folders
-from support.layouts import write_feddrive, write_femnist, write_tiny_imagenet
-from support.pages import take_examples
-from support.street_scenes import write_scenes
-from support.sweeps import SWEEPS, command_line, grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import fl_lightning
+from tests.support.command_line import main
+from tests.support.helpers import write_cifar10_folders
+from tests.support.layouts import write_feddrive, write_femnist, write_tiny_imagenet
+from tests.support.pages import take_examples
+from tests.support.street_scenes import write_scenes
+from tests.support.sweeps import SWEEPS, command_line, grid
 
 CONFIGS = Path(fl_lightning.__file__).parents[1] / "configs"
 SMALLER = {

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.command_line import main, write_config
 
 from fl_lightning import datamodules
 from fl_lightning.datamodules import (
@@ -14,6 +13,7 @@ from fl_lightning.datamodules import (
     PartitionedDataModule,
     TensorData,
 )
+from tests.support.command_line import main, write_config
 
 NAMES = sorted(
     name

@@ -2,16 +2,15 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from support.command_line import attempts, main, message_of, run, write_config
-from support.helpers import write_cifar10_folders
 
 from fl_lightning.experiments.run_directory.runs_frame import runs_frame
+from tests.support.command_line import attempts, main, message_of, run, write_config
+from tests.support.helpers import write_cifar10_folders
 
 
 def test_early_stopping_on_a_misspelt_metric_ends_the_run_in_a_line(capsys):
@@ -213,7 +212,6 @@ class Hospitals(FederatedDataModule):
 def test_own_data_without_test_data_end_in_a_result(validates, tmp_path, monkeypatch):
     Path("hospitals.py").write_text(HOSPITALS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "hospitals", raising=False)
     data = {"class_path": "hospitals.Hospitals", "init_args": {"server": validates}}
     write_config({"data": data, "trainer.max_epochs": 2, "trainer.callbacks": None})
     cli = run()

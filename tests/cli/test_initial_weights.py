@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support.command_line import message_of, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
+from tests.support.command_line import message_of, rows, run, write_config
 
 STAGE_1 = ("--trainer.callbacks", "[]", "--trainer.max_epochs", 2)
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from support.command_line import attempts, message_of, rows, run, write_config
-from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from tests.support.command_line import attempts, message_of, rows, run, write_config
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 ROUNDS = "does not apply, as each batch is a round; leave it out, and use trainer.max_epochs for fewer rounds"

@@ -1,13 +1,13 @@
 """``list``: every name that a configuration can use, and no other."""
 
 import pytest
-from support.command_line import write_config
 from torch import nn
 
 from fl_lightning.__main__ import main
 from fl_lightning.callbacks import FedBN, FixBN, SlidingWindowFixBN
 from fl_lightning.cli.listing import FILES, KINDS, files, named
 from fl_lightning.round.policy import treatment_table
+from tests.support.command_line import write_config
 
 NAMES = {
     "methods": "AdaBN AggregationDiagnostics BatchNormDiagnostics BatchRenormalization BNSCAFFOLD Byzantine ClassifierBias ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedDyn FedExFixBN FedNova FedPer FedProx FedRep FedTAN FixBN "

@@ -1,14 +1,13 @@
 """A function that returns a model is named in a configuration as a class is."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from support.command_line import message_of, run, write_config
-from support.helpers import write_cifar10_folders
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
+from tests.support.command_line import message_of, run, write_config
+from tests.support.helpers import write_cifar10_folders
 
 FUNCTIONS = """
 from collections.abc import Callable
@@ -48,8 +47,6 @@ def wide(num_classes: int = 10) -> nn.Module:
 def functions(tmp_path, monkeypatch):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("functions", None)
 
 
 ONE = ("--trainer.max_epochs", 1)

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from support.command_line import rows, run, write_config
+
+from tests.support.command_line import rows, run, write_config
 
 
 def closed_pipe():

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from support.command_line import message_of
 from torch import nn
 from torchmetrics import Metric
 
@@ -15,6 +14,7 @@ from fl_lightning.cli.messages import Refusal, command
 from fl_lightning.cli.parser import ConciseParser, new_lists
 from fl_lightning.cli.user_settings import given_settings, read_given
 from fl_lightning.errors import ConfigurationError
+from tests.support.command_line import message_of
 
 
 def alone():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.command_line import message_of, run, write_config
-from support.street_scenes import write_scenes
 
 from fl_lightning.__main__ import main
+from tests.support.command_line import message_of, run, write_config
+from tests.support.street_scenes import write_scenes
 
 NO_MODEL = """
 from torch import nn

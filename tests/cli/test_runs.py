@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.command_line import message_of
-from support.written_runs import write_run
 
 from fl_lightning.__main__ import main
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.runs_frame import runs_frame, settings_of
 from fl_lightning.files import write_json, write_text
+from tests.support.command_line import message_of
+from tests.support.written_runs import write_run
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support.command_line import main, rows
-from support.street_scenes import write_scenes
 
 import fl_lightning
 from fl_lightning.datamodules import Cityscapes
+from tests.support.command_line import main, rows
+from tests.support.street_scenes import write_scenes
 
 CONFIG = Path(fl_lightning.__file__).parents[1] / "configs" / "camvid_small_bn.yaml"
 

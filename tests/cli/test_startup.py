@@ -8,11 +8,11 @@ from pathlib import Path
 
 import house
 import pytest
-from support.written_runs import write_run
 
 import fl_lightning
 from fl_lightning.cli.early_checks import SETTINGS, check_files
 from fl_lightning.errors import ConfigurationError
+from tests.support.written_runs import write_run
 
 HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numpy", "sklearn", "wandb"}
 
@@ -172,9 +172,8 @@ except SystemExit as stop:
 
 def test_the_list_of_settings_is_that_of_the_parsers(monkeypatch):
     """With WRITE_SETTINGS=1 the list is written anew."""
-    from support.command_line import main
-
     from fl_lightning.cli.federated_cli import FederatedCLI
+    from tests.support.command_line import main
 
     names = {
         "dataloaders",
@@ -213,7 +212,7 @@ def test_another_version_of_lightning_may_have_other_settings_of_the_trainer(mon
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_help_of_every_command_names_the_settings_of_all_parts(command, capsys):
-    from support.command_line import main
+    from tests.support.command_line import main
 
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -224,7 +223,7 @@ def test_help_of_every_command_names_the_settings_of_all_parts(command, capsys):
 
 
 def test_help_of_one_class_names_its_settings(capsys):
-    from support.command_line import main
+    from tests.support.command_line import main
 
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--trainer.callbacks.help", "FixBN"])

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import attempts, message_of, run, write_config
+
+from tests.support.command_line import attempts, message_of, run, write_config
 
 OWN = """
 import lightning as L
@@ -68,7 +69,6 @@ class Hook(FederatedCallback):
 def own(tmp_path, monkeypatch):
     Path("own_parts.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
 
 
 def data(**settings):

@@ -3,14 +3,14 @@
 import lightning as L
 import pytest
 import torch
-from support.helpers import SGD, ArrayClient, federated_run, fit, small_cnn
-from support.lightning_sites import Lit, federated
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.callbacks import ClientEvaluation
 from fl_lightning.execution.sequential import SequentialExecutor
+from tests.support.helpers import SGD, ArrayClient, federated_run, fit, small_cnn
+from tests.support.lightning_sites import Lit, federated
 
 IMAGES = torch.zeros(8, 2, 6, 6, dtype=torch.float64)
 LABELS = torch.arange(8) % 3

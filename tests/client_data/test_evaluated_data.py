@@ -3,14 +3,14 @@
 import lightning as L
 import pytest
 import torch
-from support.colour_folders import save
-from support.command_line import main, message_of, run
-from support.helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.datamodules import Cityscapes, ImageFolder, InMemoryDataModule, TensorData
 from fl_lightning.datamodules.images import ImageData
+from tests.support.colour_folders import save
+from tests.support.command_line import main, message_of, run
+from tests.support.helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 
 WAY_ON = "or evaluate on these by --accept_data (in Python: accept_data = True of the module)"
 

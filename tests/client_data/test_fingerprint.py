@@ -9,8 +9,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from support.command_line import attempts, message_of, run
-from support.helpers import SGD, ArrayClient, SaveRounds, blobs, federated_run, fit, small_cnn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
@@ -19,6 +17,8 @@ from fl_lightning.client_data.fingerprint import files_digest
 from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from tests.support.command_line import attempts, message_of, run
+from tests.support.helpers import SGD, ArrayClient, SaveRounds, blobs, federated_run, fit, small_cnn
 
 
 class Images(InMemoryDataModule):

@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from support.helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
 from torch.utils.data import (
     DataLoader,
     RandomSampler,
@@ -16,6 +15,7 @@ from torch.utils.data import (
 from fl_lightning import ClientDataModule, ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.round.plan import RoundPlan
+from tests.support.helpers import SGD, ArrayClient, SaveRounds, distance, fit, small_cnn
 
 
 class Counting(TensorDataset):

@@ -6,7 +6,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from support.helpers import SGD, SaveRounds, distance, fit
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, VectorizedExecutor
 from fl_lightning.callbacks import FixBN
 from fl_lightning.client_data.loaders import LoaderBatches
+from tests.support.helpers import SGD, SaveRounds, distance, fit
 
 
 class Sentences(Dataset):

@@ -8,7 +8,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from support.helpers import SGD, SaveRounds, distance, fit, small_cnn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -22,6 +21,7 @@ from torch.utils.data import (
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
 from fl_lightning.client_data.loaders import LoaderBatches
 from fl_lightning.client_data.own_generators import own_generators
+from tests.support.helpers import SGD, SaveRounds, distance, fit, small_cnn
 
 IMAGES = torch.randn(16, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SAMPLES = TensorDataset(IMAGES, torch.arange(16) % 3)

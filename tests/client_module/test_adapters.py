@@ -7,10 +7,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from support.helpers import SaveRounds, States, distance
-from support.lightning_sites import TRAINER, Site, federated
-from support.outcomes import assert_same
-from support.pages import PAGES, blocks
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -20,6 +16,10 @@ from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.models.weights import load_weights
+from tests.support.helpers import SaveRounds, States, distance
+from tests.support.lightning_sites import TRAINER, Site, federated
+from tests.support.outcomes import assert_same
+from tests.support.pages import PAGES, blocks
 
 peft = pytest.importorskip("peft")
 timm = pytest.importorskip("timm")

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from support.helpers import Rows
-from support.lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
+
+from tests.support.helpers import Rows
+from tests.support.lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
 
 IN_FLOAT = {"trainer": {"precision": "32-true"}}
-from support.recorded_calls import RecordingExecutor
 from torch import nn
 from torch._C._functorch import is_batchedtensor
 from torch.nn.functional import cross_entropy
@@ -21,6 +21,7 @@ from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataMod
 from fl_lightning.errors import CannotVectorize
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.methods import VariantEvaluation
+from tests.support.recorded_calls import RecordingExecutor
 
 
 class Logs(Lit):

@@ -4,12 +4,12 @@ from zlib import crc32
 
 import lightning as L
 import pytest
-from support.contract import EVERY_METHOD, method_of
-from support.helpers import SGD, Rows, States, blobs, fit, small_cnn
-from support.outcomes import assert_same
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedModule, VectorizedExecutor
+from tests.support.contract import EVERY_METHOD, method_of
+from tests.support.helpers import SGD, Rows, States, blobs, fit, small_cnn
+from tests.support.outcomes import assert_same
 
 MEASURES_SCORES = ("ClassifierBias",)
 EVALUATED = {"limit_val_batches": 1.0}

@@ -9,10 +9,6 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from support.helpers import SaveRounds, States, distance
-from support.lightning_sites import Lit, Site, federated, sites
-from support.outcomes import assert_same
-from support.study_in_process import InThisProcess
 
 from fl_lightning import (
     ConfigurationError,
@@ -27,6 +23,10 @@ from fl_lightning import (
 from fl_lightning.__main__ import main
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.studies.engines import local
+from tests.support.helpers import SaveRounds, States, distance
+from tests.support.lightning_sites import Lit, Site, federated, sites
+from tests.support.outcomes import assert_same
+from tests.support.study_in_process import InThisProcess
 
 
 def numbers(metrics):
@@ -175,7 +175,7 @@ def test_another_hyperparameter_is_refused_on_resume(tmp_path):
 
 
 CODE = """
-from support.lightning_sites import FederatedDataModule, Lit, Site
+from tests.support.lightning_sites import FederatedDataModule, Lit, Site
 
 
 class Hospitals(FederatedDataModule):
@@ -209,8 +209,6 @@ def last(folder):
 def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     written_config()
-    yield
-    sys.modules.pop("mine", None)
 
 
 def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module, capsys):
@@ -257,7 +255,7 @@ def test_a_study_chooses_by_a_logged_name_and_tabulates_it(own_module, monkeypat
 
 OWN_STEP = """
 from fl_lightning import FederatedDataModule as Sites
-from support.lightning_sites import CLASSES, Lit, Site
+from tests.support.lightning_sites import CLASSES, Lit, Site
 from torch.utils.data import DataLoader
 
 

@@ -6,7 +6,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from support.lightning_sites import FEATURES, Lit, Site, federated, sites
 from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule, Run
@@ -14,6 +13,7 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from tests.support.lightning_sites import FEATURES, Lit, Site, federated, sites
 
 REFUSED = (
     "backward",

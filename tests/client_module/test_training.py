@@ -8,14 +8,14 @@ import torch
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.demos.transformer import LightningTransformer
-from support.helpers import distance
-from support.lightning_sites import TRAINER, Lit, Site, federated, sites
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ClientFailures, ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from tests.support.helpers import distance
+from tests.support.lightning_sites import TRAINER, Lit, Site, federated, sites
 
 pytestmark = pytest.mark.first_steps
 

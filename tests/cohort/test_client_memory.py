@@ -12,8 +12,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from support.helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
-from support.in_ranks import in_ranks
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks import SCAFFOLD, FedBN, MaintainedMomentum, SlidingWindowFixBN, StatisticsSources
@@ -22,6 +20,8 @@ from fl_lightning.cohort.client_memory import ClientMemory, contents, saved
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.ranks import Ranks, checksums
+from tests.support.helpers import ClientStates, SaveRounds, blobs, distance, fit, small_cnn
+from tests.support.in_ranks import in_ranks
 
 METHODS = {
     "FedBN": FedBN,

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, by_hand, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.optimizers.checks import check_elementwise
 from fl_lightning.optimizers.client import ClientOptimizer
 from fl_lightning.optimizers.client_lr import MultiStep
+from tests.support.helpers import SGD, blobs, by_hand, distance, small_cnn, train
 
 WEIGHTS = [name for name, _ in small_cnn().named_parameters()]
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

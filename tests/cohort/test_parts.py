@@ -6,20 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.command_line import run as command
-from support.command_line import write_config
-from support.helpers import (
-    SGD,
-    Received,
-    SaveRounds,
-    blobs,
-    client_batch,
-    distance,
-    federated_run,
-    plain_step,
-    small_cnn,
-    train,
-)
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
@@ -32,6 +18,20 @@ from fl_lightning.models import ResNet20
 from fl_lightning.pictures.learning_curve import policy_changes
 from fl_lightning.round.messages import sent_vectors
 from fl_lightning.round.policy import declared_parts, policy_table, resolve_policy, stages_in_words
+from tests.support.command_line import run as command
+from tests.support.command_line import write_config
+from tests.support.helpers import (
+    SGD,
+    Received,
+    SaveRounds,
+    blobs,
+    client_batch,
+    distance,
+    federated_run,
+    plain_step,
+    small_cnn,
+    train,
+)
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)

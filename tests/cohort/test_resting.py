@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import Rows, blobs, federated_run, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor
+from tests.support.helpers import Rows, blobs, federated_run, small_cnn
 
 SIZES = (16, 40, 64)
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import small_cnn
 from torch import nn
 
 from fl_lightning import ConfigurationError
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import buffer_layout, parameter_layout
 from fl_lightning.ranks import Ranks
+from tests.support.helpers import small_cnn
 
 POLICY = {"weight": "averaged", "affine": "frozen", "mean": "averaged", "var": "averaged", "counter": "max"}
 

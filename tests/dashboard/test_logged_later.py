@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
-from support.command_line import run, write_config
-from support.helpers import SGD, blobs, small_cnn
-from support.wandb_files import offline_runs, read_run
 
 from fl_lightning import FederatedModule, Run
+from tests.support.command_line import run, write_config
+from tests.support.helpers import SGD, blobs, small_cnn
+from tests.support.wandb_files import offline_runs, read_run
 
 METHODS = [
     {"class_path": "FixBN", "init_args": {"freeze_round": 2}},

@@ -5,13 +5,13 @@ import signal
 
 import pytest
 import yaml
-from support.command_line import run
-from support.pages import take_examples
-from support.sweeps import SWEEPS, command_line, grid
-from support.wandb_files import offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback
 from fl_lightning.cli.command_line import main
+from tests.support.command_line import run
+from tests.support.pages import take_examples
+from tests.support.sweeps import SWEEPS, command_line, grid
+from tests.support.wandb_files import offline_runs, read_run, run_id
 
 SHORT = ["--trainer.max_epochs", "2", "--trainer.check_val_every_n_epoch", "2"]
 

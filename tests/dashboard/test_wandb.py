@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from support.command_line import run, write_config
-from support.wandb_files import metrics, read_run
 
 from fl_lightning.experiments.dashboard.contents import callback_settings
 from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from tests.support.command_line import run, write_config
+from tests.support.wandb_files import metrics, read_run
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import matplotlib as mpl
 import pytest
-from support.command_line import run, write_config
-from support.wandb_files import offline_runs, read_run, run_id
+
+from tests.support.command_line import run, write_config
+from tests.support.wandb_files import offline_runs, read_run, run_id
 
 KEY = "0123456789abcdef" * 3
 

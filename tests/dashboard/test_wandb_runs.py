@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import WandbLogger
-from support.command_line import run, write_config
-from support.helpers import SGD, blobs, small_cnn
-from support.wandb_files import metrics, offline_runs, read_run, run_id
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.experiments.run_directory.describe import clients_table
+from tests.support.command_line import run, write_config
+from tests.support.helpers import SGD, blobs, small_cnn
+from tests.support.wandb_files import metrics, offline_runs, read_run, run_id
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.command_line import message_of, run, write_config
-from support.wandb_files import offline_runs, read_run
 
 from fl_lightning import Segmentation
 from fl_lightning.__main__ import main
@@ -15,6 +13,8 @@ from fl_lightning.cli.dashboard import _metrics
 from fl_lightning.experiments.dashboard.workspace import make_workspace
 from fl_lightning.experiments.run_directory.describe import shown_metrics
 from fl_lightning.experiments.run_directory.directory import Attempt
+from tests.support.command_line import message_of, run, write_config
+from tests.support.wandb_files import offline_runs, read_run
 
 pytest.importorskip("wandb_workspaces")
 # the library's own, while it is imported

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from support.colour_folders import save
 
 from fl_lightning.datamodules import image_files
+from tests.support.colour_folders import save
 
 
 @pytest.fixture

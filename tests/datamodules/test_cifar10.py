@@ -12,10 +12,10 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from support.command_line import run, write_config
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import CIFAR10
+from tests.support.command_line import run, write_config
 
 FILES = {"data_batch_1": 60, "data_batch_2": 40, "test_batch": 20}
 

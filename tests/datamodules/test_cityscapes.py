@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.street_scenes import IDS, scene, write_scenes
 from torchvision import tv_tensors
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes
 from fl_lightning.datamodules.streamed import augmentation
+from tests.support.street_scenes import IDS, scene, write_scenes
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from PIL import Image
-from support.street_scenes import write_scenes
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes, ImageDomains, ImageFolder, TinyImageNet
 from fl_lightning.datamodules.image_files import converted, read_image
+from tests.support.street_scenes import write_scenes
 
 GREY = np.add.outer(np.arange(8), np.arange(8)).astype(np.uint8) * 17
 """8 bits, 0 to 238."""

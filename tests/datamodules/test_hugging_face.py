@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.command_line import main
-from support.pages import OURS, blocks
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import HuggingFaceImages, Natural
+from tests.support.command_line import main
+from tests.support.pages import OURS, blocks
 
 
 def test_without_the_package_the_message_says_how_to_get_it(tmp_path, monkeypatch):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.colour_folders import cache_file, load, save
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import ImageFolder, image_cache, image_files
+from tests.support.colour_folders import cache_file, load, save
 
 
 def test_the_second_start_reads_the_cache(tree, decoded):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.helpers import SGD, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks import FedBN
 from fl_lightning.datamodules import IID, ImageDomains
+from tests.support.helpers import SGD, fit, small_cnn
 
 COLOURS = {"amazon": 40, "dslr": 120, "webcam": 200}
 """The red of every image of a domain; its size and number of classes differ, too."""

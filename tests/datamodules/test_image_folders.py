@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.colour_folders import load, save
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import ImageFolder
+from tests.support.colour_folders import load, save
 
 REAL_IMAGES = Path(__file__).parents[3] / "shared" / "data" / "cifar10-jpeg.zip"
 

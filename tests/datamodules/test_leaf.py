@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.layouts import leaf_writer
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import FEMNIST
+from tests.support.layouts import leaf_writer
 
 
 @pytest.fixture

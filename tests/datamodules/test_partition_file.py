@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.pages import blocks
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import (
@@ -23,6 +22,7 @@ from fl_lightning.datamodules import (
     Natural,
     Shards,
 )
+from tests.support.pages import blocks
 
 TRAIN, TEST = 60, 20
 LABELS = torch.arange(TRAIN + TEST) % 4

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.colour_folders import load
-from support.street_scenes import write_scenes
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import Cityscapes, ImageDomains, ImageFolder, StreamedImages
 from fl_lightning.datamodules.image_files import ImageFiles, converted, read_image
+from tests.support.colour_folders import load
+from tests.support.street_scenes import write_scenes
 
 SCENE = (np.add.outer(np.arange(8) * 20, np.arange(8) * 11) % 256).astype(np.uint8)
 SCENE[:3, :2] = 255

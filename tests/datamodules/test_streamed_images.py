@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.helpers import SGD, distance, fit, small_cnn
 
 import fl_lightning.datamodules.streamed_images as streamed
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.datamodules import Dirichlet, FromFile, ImageNet, Shards, StreamedImages
+from tests.support.helpers import SGD, distance, fit, small_cnn
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

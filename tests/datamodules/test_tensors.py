@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.command_line import main, message_of
-from support.helpers import federated_run, train
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client_data.batches import describe_batch
@@ -26,6 +24,8 @@ from fl_lightning.datamodules import (
 from fl_lightning.datamodules.preprocessing import Preprocessing
 from fl_lightning.datamodules.tables import read_table
 from fl_lightning.experiments.run_directory.describe import clients_table
+from tests.support.command_line import main, message_of
+from tests.support.helpers import federated_run, train
 
 
 def samples(count=60, classes=3):

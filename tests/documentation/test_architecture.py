@@ -3,7 +3,8 @@
 import re
 
 import house
-from support.pages import PAGES
+
+from tests.support.pages import PAGES
 
 PAGE = PAGES["docs/architecture.md"].read_text()
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import gallery
 import pytest
-from support.written_runs import write_study
+
+from tests.support.written_runs import write_study
 
 
 @pytest.mark.parametrize(("scale", "name"), [("reduced", "table9"), ("full", "table9-full")])

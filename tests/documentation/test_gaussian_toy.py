@@ -6,12 +6,12 @@ import gaussian_toy as toy
 import lightning as L
 import pytest
 import torch
-from support.helpers import distance, train
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, FixBN
 from fl_lightning.datamodules import Gaussians
 from fl_lightning.models import BNProbe
+from tests.support.helpers import distance, train
 
 pytestmark = pytest.mark.slow
 

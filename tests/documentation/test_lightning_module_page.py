@@ -9,14 +9,14 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
-from support.lightning_sites import Lit, sites
-from support.pages import PAGES, ROOT, blocks, take_examples
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from fl_lightning import FederatedDataModule, FederatedModule, Run
 from fl_lightning.client_module.client_module import _NEVER_CALLED
 from fl_lightning.testing import fit
+from tests.support.lightning_sites import Lit, sites
+from tests.support.pages import PAGES, ROOT, blocks, take_examples
 
 EXAMPLE = ROOT / "examples" / "lightning_module"
 PAGE = "docs/lightning-module.md"
@@ -30,7 +30,6 @@ def run_script(code, monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     written = {"__name__": "__main__"}
     exec(re.sub(r"max_epochs=\d+", "max_epochs=2", code), written)  # noqa: S102  # our own script
-    monkeypatch.delitem(sys.modules, "lit_digits", raising=False)
     return written
 
 

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.pages import ROOT
+
+from tests.support.pages import ROOT
 
 NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
-from support.command_line import TINY
+
+from tests.support.command_line import TINY
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,9 +4,9 @@ import re
 
 import generated
 import pytest
-from support.pages import PAGES, ROOT, WRITTEN
 
 from fl_lightning import callbacks
+from tests.support.pages import PAGES, ROOT, WRITTEN
 
 
 def anchors(text):

@@ -2,16 +2,22 @@
 
 import re
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torchmetrics
-from support.command_line import main
-from support.helpers import SGD, ArrayClient, blobs, fit, small_cnn, write_cifar10_folders
-from support.pages import (
+from torch import nn
+
+from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
+from fl_lightning.__main__ import main as program
+from fl_lightning.datamodules import CIFAR10, Digits, Shards
+from fl_lightning.experiments.studies.reading import read_study
+from fl_lightning.verification import certify
+from tests.support.command_line import main
+from tests.support.helpers import SGD, ArrayClient, blobs, fit, small_cnn, write_cifar10_folders
+from tests.support.pages import (
     OURS,
     PAGES,
     ROOT,
@@ -21,15 +27,8 @@ from support.pages import (
     methods_of,
     take_examples,
 )
-from support.readme_code import METHOD_BLOCKS, hide
-from support.street_scenes import write_scenes
-from torch import nn
-
-from fl_lightning import FederatedCallback, FederatedDataModule, FederatedModule
-from fl_lightning.__main__ import main as program
-from fl_lightning.datamodules import CIFAR10, Digits, Shards
-from fl_lightning.experiments.studies.reading import read_study
-from fl_lightning.verification import certify
+from tests.support.readme_code import METHOD_BLOCKS, hide
+from tests.support.street_scenes import write_scenes
 
 BY_HAND = (
     "python3 -m venv",
@@ -89,13 +88,11 @@ def ours(name):
 def write_methods(tmp_path, monkeypatch):
     """Write a page's ``methods.py`` to where runs start."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "methods", raising=False)
 
     def write(name):
         Path("methods.py").write_text(methods_of(name))
 
     yield write
-    sys.modules.pop("methods", None)
     hide()
 
 

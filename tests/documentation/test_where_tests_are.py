@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import support
+from tests import support
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("fl_lightning", "callbacks", "datamodules")

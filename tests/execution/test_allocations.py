@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.helpers import blobs, fit, small_cnn
-from support.outcomes import MOMENTUM
-from support.recorded_calls import RecordingExecutor
 from test_graphs import Spare
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +15,9 @@ import fl_lightning
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.callbacks import SCAFFOLD, ClientGradientClipping, FedProx, FixBN
 from fl_lightning.datamodules import Digits
+from tests.support.helpers import blobs, fit, small_cnn
+from tests.support.outcomes import MOMENTUM
+from tests.support.recorded_calls import RecordingExecutor
 
 ROOT = f"{Path(fl_lightning.__file__).parent}/"
 _aten = torch.ops.aten

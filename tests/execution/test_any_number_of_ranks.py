@@ -4,11 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from support.command_line import rows, run
-from support.contract import ROW_OF_METHOD, TABLE
-from support.contract import run as run_method
-from support.helpers import ArrayClient, States, blobs, distance, small_cnn
-from support.outcomes import assert_same, same, states
 from torch import nn
 
 from fl_lightning import (
@@ -21,6 +16,11 @@ from fl_lightning import (
 )
 from fl_lightning.callbacks import BatchNormDiagnostics, FedTAN
 from fl_lightning.cohort.client_memory import contents
+from tests.support.command_line import rows, run
+from tests.support.contract import ROW_OF_METHOD, TABLE
+from tests.support.contract import run as run_method
+from tests.support.helpers import ArrayClient, States, blobs, distance, small_cnn
+from tests.support.outcomes import assert_same, same, states
 
 UNEVEN = {"participation": 3, "local_steps": None, "local_epochs": 1}
 EVERYBODY = {"local_steps": 2}

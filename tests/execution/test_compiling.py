@@ -6,11 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.command_line import run as run_command
-from support.contract import TABLE
-from support.contract import run as run_method
-from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
-from support.outcomes import outcome, same
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -21,6 +16,11 @@ from fl_lightning.execution import compiling
 from fl_lightning.execution.compiling import decide
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.models import LeNet, ResNet8
+from tests.support.command_line import run as run_command
+from tests.support.contract import TABLE
+from tests.support.contract import run as run_method
+from tests.support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from tests.support.outcomes import outcome, same
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 

@@ -5,7 +5,6 @@ from functools import cache, partial
 import lightning as L
 import pytest
 import torch
-from support.helpers import SGD, ArrayClient, blobs, distance, fit, small_cnn
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -23,6 +22,7 @@ from fl_lightning.callbacks import (
     StatisticsSources,
 )
 from fl_lightning.methods.statistics_pass import measured_statistics
+from tests.support.helpers import SGD, ArrayClient, blobs, distance, fit, small_cnn
 
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}

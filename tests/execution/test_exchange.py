@@ -5,11 +5,11 @@ from itertools import chain
 
 import pytest
 import torch
-from support.in_ranks import in_ranks
 
 from fl_lightning import ConfigurationError
 from fl_lightning.errors import doing
 from fl_lightning.ranks import Ranks, checksums, is_shared
+from tests.support.in_ranks import in_ranks
 
 SIZES = pytest.mark.parametrize("size", [2, 3])
 

@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from support.command_line import rows, run
-from support.helpers import SGD, blobs, fit, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedModule, GraphExecutor, SequentialExecutor, VectorizedExecutor
 from fl_lightning.execution import choice, fork
 from fl_lightning.execution.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
 from fl_lightning.experiments.run.trainer import useful_ranks
+from tests.support.command_line import rows, run
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 
 def module(cls=FederatedModule, **settings):

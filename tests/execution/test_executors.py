@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, distance, fit, small_cnn, train
-from support.outcomes import METHODS, MOMENTUM, outcome
 from torch import nn
 
 from fl_lightning import (
@@ -19,6 +17,8 @@ from fl_lightning import (
 from fl_lightning.callbacks import FixBN
 from fl_lightning.errors import CannotVectorize
 from fl_lightning.models import FBNCNN
+from tests.support.helpers import SGD, blobs, distance, fit, small_cnn, train
+from tests.support.outcomes import METHODS, MOMENTUM, outcome
 
 BLOCKS = [1, 2, 3, 4, None]
 EACH_BLOCK = pytest.mark.parametrize(

@@ -6,10 +6,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from support.contract import EVERY_METHOD, ROW_OF_METHOD, TABLE, method_of
-from support.fake_gpu import CUDA, fake_gpu, fit
-from support.helpers import SGD, SaveRounds, blobs, small_cnn
-from support.helpers import fit as fit_on_cpu
 from torch import nn
 
 from fl_lightning import (
@@ -37,6 +33,10 @@ from fl_lightning.optimizers.client_lr import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round import module as round_module
+from tests.support.contract import EVERY_METHOD, ROW_OF_METHOD, TABLE, method_of
+from tests.support.fake_gpu import CUDA, fake_gpu, fit
+from tests.support.helpers import SGD, SaveRounds, blobs, small_cnn
+from tests.support.helpers import fit as fit_on_cpu
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,8 +8,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support.helpers import States, blobs, fit, small_cnn
-from support.lightning_sites import Lit, federated
 from test_graphs import REFUSED, Counts, refused
 from torch import nn
 
@@ -22,6 +20,8 @@ from fl_lightning import (
 )
 from fl_lightning.datamodules import Digits
 from fl_lightning.errors import CannotVectorize
+from tests.support.helpers import States, blobs, fit, small_cnn
+from tests.support.lightning_sites import Lit, federated
 
 pytestmark = [
     pytest.mark.gpu,

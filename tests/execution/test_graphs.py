@@ -11,10 +11,6 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import torch
-from support.contract import ADAM, EVERY_METHOD, TABLE, method_of, run
-from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
-from support.outcomes import MOMENTUM, assert_same, outcome, states
-from support.recorded_calls import OfGPU, RecordedCalls, RecordingExecutor
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,6 +25,10 @@ from fl_lightning.callbacks import FedTAN, FixBN, MaintainedMomentum
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.execution import graphs
 from fl_lightning.methods.freezing import Freezing
+from tests.support.contract import ADAM, EVERY_METHOD, TABLE, method_of, run
+from tests.support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn
+from tests.support.outcomes import MOMENTUM, assert_same, outcome, states
+from tests.support.recorded_calls import OfGPU, RecordedCalls, RecordingExecutor
 
 
 def eager():

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.command_line import attempts, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning import ConfigurationError
@@ -28,6 +27,7 @@ from fl_lightning.experiments.run.trainer import make_trainer
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.launched import launched_rank
+from tests.support.command_line import attempts, rows, run, write_config
 
 ROOT = Path(__file__).parents[2]
 FAULT = """

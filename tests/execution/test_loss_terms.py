@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import blobs, client_batch, distance, federated_run, small_cnn, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -22,6 +21,7 @@ from fl_lightning import (
 from fl_lightning.callbacks import FedTAN
 from fl_lightning.execution import compiling
 from fl_lightning.execution.strategy import CohortStrategy
+from tests.support.helpers import blobs, client_batch, distance, federated_run, small_cnn, train
 
 pytestmark = pytest.mark.first_steps
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.helpers import ArrayClient, blobs, fit, small_cnn
-from support.outcomes import MOMENTUM, assert_same, states
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.execution import fork
 from fl_lightning.execution.strategy import CohortStrategy
+from tests.support.helpers import ArrayClient, blobs, fit, small_cnn
+from tests.support.outcomes import MOMENTUM, assert_same, states
 
 
 def children():

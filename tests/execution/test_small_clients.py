@@ -4,15 +4,15 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support.helpers import SGD, distance, fit, train
-from support.outcomes import assert_same, outcome, states
-from support.recorded_calls import RecordingExecutor
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import BNSCAFFOLD, SCAFFOLD, BatchRenormalization, FedBN, FedTAN, FixBN, HybridBN
 from fl_lightning.datamodules import TensorData
 from fl_lightning.models import TabularMLP
+from tests.support.helpers import SGD, distance, fit, train
+from tests.support.outcomes import assert_same, outcome, states
+from tests.support.recorded_calls import RecordingExecutor
 
 SIZES = {"Bergen": 30, "Bodø": 3, "Oslo": 20, "Tromsø": 6}
 

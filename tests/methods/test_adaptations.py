@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract import contents
-from support.helpers import ArrayClient, SaveRounds, blobs, distance, federated_run, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedDataModule, VariantEvaluation
 from fl_lightning.callbacks import FBN, AdaBN, FixBN, StatisticsSources
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.testing.federation import federation
+from tests.support.contract import contents
+from tests.support.helpers import ArrayClient, SaveRounds, blobs, distance, federated_run, small_cnn
 
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 run = partial(federated_run, trainer=EVALUATED)

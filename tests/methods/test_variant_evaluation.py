@@ -6,8 +6,6 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from support.contract import contents
-from support.helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, federated_run, fit
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +15,8 @@ from fl_lightning.datamodules import Digits, TensorData
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
 from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEvaluation, mixed_batches
 from fl_lightning.models import LeNet
+from tests.support.contract import contents
+from tests.support.helpers import SGD, ArrayClient, SaveRounds, States, blobs, distance, federated_run, fit
 
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
 QUIET = {

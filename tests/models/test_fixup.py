@@ -5,13 +5,13 @@ from math import log
 
 import pytest
 import torch
-from support.helpers import blobs, centralised, distance, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.models import CIFARResNet, ResNet8, ResNet20
 from fl_lightning.models.fixup import FixupBlock, ScalarBias
+from tests.support.helpers import blobs, centralised, distance, train
 
 pytestmark = pytest.mark.first_steps
 

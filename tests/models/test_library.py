@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, ArrayClient, distance, fit, train
-from support.street_scenes import write_scenes
 from torch import nn
 
 from fl_lightning import (
@@ -20,6 +18,8 @@ from fl_lightning.datamodules import Cityscapes
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import norm_names
 from fl_lightning.models import SmallDeepLab, convert_norm, deeplab_v3_plus, library_model
+from tests.support.helpers import SGD, ArrayClient, distance, fit, train
+from tests.support.street_scenes import write_scenes
 
 pytestmark = pytest.mark.first_steps
 

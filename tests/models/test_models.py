@@ -4,7 +4,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from support.helpers import SGD, blobs, fit
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state
 from torchvision.models import resnet18
@@ -15,6 +14,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.models import FBNCNN, CIFARResNet, LeNet, ResNet8, ResNet18, ResNet20, ResNet32, TabularMLP
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.models.norm import make_norm
+from tests.support.helpers import SGD, blobs, fit
 
 pytestmark = pytest.mark.first_steps
 

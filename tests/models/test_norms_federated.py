@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import States, blobs, centralised, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FixBN
 from fl_lightning.models import LeNet, ResNet8
+from tests.support.helpers import States, blobs, centralised, distance, small_cnn, train
 
 pytestmark = pytest.mark.first_steps
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, fit, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models import LeNet, ResNet8
 from fl_lightning.models.weights import load_weights
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 pytestmark = pytest.mark.first_steps
 

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import ArrayClient, States, blobs, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedDataModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, MaintainedMomentum
 from fl_lightning.optimizers.client_lr import InverseSteps, MultiStep
+from tests.support.helpers import ArrayClient, States, blobs, distance, small_cnn, train
 
 DAMPED = partial(torch.optim.SGD, momentum=0.99, dampening=0.99)
 

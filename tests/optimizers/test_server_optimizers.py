@@ -4,14 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from support.command_line import run as command
-from support.command_line import write_config
-from support.contract import contents
-from support.helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
 
 from fl_lightning import ConfigurationError, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FedBN
 from fl_lightning.optimizers.server import FedAdam, FedYogi
+from tests.support.command_line import run as command
+from tests.support.command_line import write_config
+from tests.support.contract import contents
+from tests.support.helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ADAPTIVE = pytest.mark.parametrize("kind", [FedAdam, FedYogi])

@@ -9,11 +9,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.text import Text
-from support.command_line import attempts, run, write_config
 
 from fl_lightning.callbacks import BatchNormDiagnostics
 from fl_lightning.pictures.drift import drift_figure, layers_figure
 from fl_lightning.pictures.style import DRIFT, LAYERS, write_figure
+from tests.support.command_line import attempts, run, write_config
 
 
 def rows(**curves):

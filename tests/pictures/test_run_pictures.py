@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from support.command_line import attempts, run, write_config
 
 from fl_lightning.experiments.run_directory import drawings
 from fl_lightning.experiments.run_directory.directory import Attempt
@@ -16,6 +15,7 @@ from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.predictions import overlays
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
 from fl_lightning.round.tasks import Segmentation
+from tests.support.command_line import attempts, run, write_config
 
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")
 

@@ -3,10 +3,10 @@
 from functools import partial
 
 import pytest
-from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.callbacks import FixBN
+from tests.support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 
 
 class Interrupt(FederatedCallback):

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from support.helpers import SaveRounds, distance, federated_run
 
 from fl_lightning import ConfigurationError, FederatedDataModule
 from fl_lightning.round.plan import RoundPlan
+from tests.support.helpers import SaveRounds, distance, federated_run
 
 
 class Sizes(FederatedDataModule):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, by_hand, distance, small_cnn
-from support.outcomes import outcome
 from torch import nn
 
 from fl_lightning import FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.errors import CannotVectorize
+from tests.support.helpers import SGD, blobs, by_hand, distance, small_cnn
+from tests.support.outcomes import outcome
 
 pytestmark = pytest.mark.first_steps
 

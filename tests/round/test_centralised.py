@@ -4,7 +4,16 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import (
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.datamodules import Digits
+from fl_lightning.experiments.run_directory.describe import method_name
+from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import (
     ArrayClient,
     States,
     blobs,
@@ -15,15 +24,6 @@ from support.helpers import (
     small_cnn,
     train,
 )
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
-
-from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
-from fl_lightning.callbacks import FBN, FixBN, MaintainedMomentum
-from fl_lightning.client_data.batches import BatchStack
-from fl_lightning.datamodules import Digits
-from fl_lightning.experiments.run_directory.describe import method_name
-from fl_lightning.round.plan import sample_cohort
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import Rows, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -22,6 +21,7 @@ from fl_lightning.callbacks import AdaBN, ClassifierBias, ClientEvaluation, FedB
 from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDiagnostics
 from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.datamodules import Gaussians, TensorData
+from tests.support.helpers import Rows, blobs, fit, small_cnn
 
 pytestmark = pytest.mark.first_steps
 

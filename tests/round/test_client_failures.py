@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, SaveRounds, States, blobs, by_hand, distance, federated_run, fit, small_cnn
-from support.outcomes import assert_same, states
 
 from fl_lightning import (
     ClientFailures,
@@ -19,6 +17,18 @@ from fl_lightning import (
 from fl_lightning.aggregation import TrimmedMean
 from fl_lightning.callbacks import FBN, SCAFFOLD, FedBN, FixBN, MaintainedMomentum
 from fl_lightning.round.plan import RoundPlan, sample_cohort
+from tests.support.helpers import (
+    SGD,
+    SaveRounds,
+    States,
+    blobs,
+    by_hand,
+    distance,
+    federated_run,
+    fit,
+    small_cnn,
+)
+from tests.support.outcomes import assert_same, states
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 SIZES = (16, 40, 64)

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, by_hand, centralised, distance, small_cnn, train
 from torch import nn
 
 from fl_lightning import SequentialExecutor, VectorizedExecutor
 from fl_lightning.optimizers.client_lr import MultiStep
+from tests.support.helpers import SGD, blobs, by_hand, centralised, distance, small_cnn, train
 
 DECAYED = partial(torch.optim.SGD, lr=0.1, weight_decay=0.05)
 # The bias of a convolution before BN has gradient zero up to rounding: Adam's default eps would blow the rounding up.

@@ -5,12 +5,12 @@ from functools import partial
 
 import lightning as L
 import pytest
-from support.command_line import rows, run, write_config
-from support.helpers import SGD, blobs, fit, small_cnn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from fl_lightning import FederatedDataModule, FederatedModule, Run
+from tests.support.command_line import rows, run, write_config
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(0.2, "val"), (0.0, "test")])

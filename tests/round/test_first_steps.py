@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from support.helpers import ArrayClient, blobs, client_batch, distance, fit, small_cnn, train
-from support.outcomes import outcome, same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +23,8 @@ from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.round import first_steps
+from tests.support.helpers import ArrayClient, blobs, client_batch, distance, fit, small_cnn, train
+from tests.support.outcomes import outcome, same
 
 pytestmark = [
     pytest.mark.first_steps,

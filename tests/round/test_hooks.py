@@ -6,10 +6,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
-from support.helpers import SGD, blobs, federated_run, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, FederatedModule
 from fl_lightning.models import FBNCNN
+from tests.support.helpers import SGD, blobs, federated_run, fit, small_cnn
 
 OURS = [
     "on_round_start",

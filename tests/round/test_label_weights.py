@@ -5,11 +5,11 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from fl_lightning import Classification, ConfigurationError, FederatedDataModule, FederatedModule
+from tests.support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 
 WEIGHTS = torch.tensor([0.2, 1.0, 7.0], dtype=torch.float64)
 

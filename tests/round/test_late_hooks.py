@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 
 class Counts(FederatedCallback):

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, fit, small_cnn
 from torch.optim import Adam, lr_scheduler
 
 from fl_lightning import FederatedModule
@@ -15,6 +14,7 @@ from fl_lightning.optimizers.client_lr import InverseSteps, MultiStep
 from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.testing import Rows
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 
 def rates(rounds, callbacks=(), module=FederatedModule, **settings):

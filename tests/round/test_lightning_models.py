@@ -1,17 +1,16 @@
 """A LightningModule without a ``training_step`` is a network. One with a ``training_step`` brings its own optimizer."""
 
-import sys
 from copy import deepcopy
 
 import lightning as L
 import pytest
 import torch
-from support.command_line import message_of, run
-from support.helpers import SGD, blobs, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, Run
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from tests.support.command_line import message_of, run
+from tests.support.helpers import SGD, blobs, small_cnn, train
 
 
 class Network(L.LightningModule):
@@ -105,7 +104,6 @@ def test_the_command_line_refuses_an_optimizer_beside_the_class(tmp_path, monkey
     (tmp_path / "lit.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     line = message_of(capsys, lambda: run("--model.model", "lit.Lit"))
-    sys.modules.pop("lit")
     assert line == f"error: client_optimizer: Lit {OWN}\n"
 
 

@@ -1,12 +1,12 @@
 """What the clients of a round send, as the vectors of the server's rules."""
 
 import torch
-from support.helpers import blobs, small_cnn, train
 
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import Krum, Median
 from fl_lightning.callbacks import FedBN, FixBN
 from fl_lightning.round.messages import sent_vectors
+from tests.support.helpers import blobs, small_cnn, train
 
 
 class Vectors(FederatedCallback):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics as tm
-from support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -17,6 +16,7 @@ from fl_lightning.datamodules import Shards, TensorData
 from fl_lightning.methods.own_data import weighed_accuracy
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round.metrics import make_metrics
+from tests.support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 
 CLASSES = 3
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import ArrayClient, blobs, distance, fit, small_cnn
 
 from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, FedTAN, FixBN
+from tests.support.helpers import ArrayClient, blobs, distance, fit, small_cnn
 
 
 def single(data):

@@ -5,9 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.command_line import run as run_command
-from support.helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
-from support.outcomes import MOMENTUM, assert_same, states
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning import (
@@ -32,6 +29,9 @@ from fl_lightning.callbacks import (
     StatisticsSources,
 )
 from fl_lightning.cohort.client_memory import contents
+from tests.support.command_line import run as run_command
+from tests.support.helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
+from tests.support.outcomes import MOMENTUM, assert_same, states
 
 SIZES = (16, 40, 64)
 

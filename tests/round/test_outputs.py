@@ -7,8 +7,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from support.command_line import message_of, run, write_config
-from support.helpers import SGD, SaveRounds, blobs, fit, small_cnn, write_cifar10_folders
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import F1Score
@@ -20,6 +18,8 @@ from fl_lightning import (
     FederatedModule,
     Segmentation,
 )
+from tests.support.command_line import message_of, run, write_config
+from tests.support.helpers import SGD, SaveRounds, blobs, fit, small_cnn, write_cifar10_folders
 
 pytestmark = pytest.mark.first_steps
 

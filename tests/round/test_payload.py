@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support.helpers import Received, SaveRounds, blobs, federated_run, fit, small_cnn
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import (
@@ -35,6 +34,7 @@ from fl_lightning.optimizers.server import FedAdam
 from fl_lightning.round.communication import round_communication, total
 from fl_lightning.round.plan import sample_cohort
 from fl_lightning.round.policy import resolve_policy
+from tests.support.helpers import Received, SaveRounds, blobs, federated_run, fit, small_cnn
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 TRAINABLE, STATISTICS, LAYERS = 269_722, 1_376, 19

@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.helpers import SaveRounds, blobs, fit, small_cnn
-from support.outcomes import MOMENTUM, assert_same, same, states
 from torch import nn
 
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor
+from tests.support.helpers import SaveRounds, blobs, fit, small_cnn
+from tests.support.outcomes import MOMENTUM, assert_same, same, states
 
 
 class Noisy(nn.Module):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning import FederatedCallback, FederatedModule, SequentialExecutor, VectorizedExecutor
+from tests.support.helpers import SGD, SaveRounds, blobs, distance, fit, small_cnn, train
 
 
 class Noise(FederatedCallback):

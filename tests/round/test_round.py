@@ -5,17 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import (
-    SGD,
-    States,
-    blobs,
-    by_hand,
-    client_batch,
-    distance,
-    federated_run,
-    small_cnn,
-    train,
-)
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (
@@ -26,6 +15,17 @@ from fl_lightning import (
     VectorizedExecutor,
 )
 from fl_lightning.round.plan import cohort_size, sample_cohort
+from tests.support.helpers import (
+    SGD,
+    States,
+    blobs,
+    by_hand,
+    client_batch,
+    distance,
+    federated_run,
+    small_cnn,
+    train,
+)
 
 SIZES = (16, 40, 64)
 STATISTICS = ["1.running_mean", "1.running_var", "4.running_mean", "4.running_var"]

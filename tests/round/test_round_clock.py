@@ -4,12 +4,12 @@ import time
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
-from support.command_line import run
-from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.round.clock import RoundClock
+from tests.support.command_line import run
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 PARTS = [f"time/{part}_s" for part in RoundClock.PARTS]
 NAP = 0.05

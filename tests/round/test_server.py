@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from support.helpers import SGD, blobs, distance, federated_run, fit, small_cnn, train
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule
@@ -11,6 +10,7 @@ from fl_lightning.callbacks import FixBN
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.optimizers.client_lr import MultiStep
 from fl_lightning.round.evaluation import ServerEvaluation
+from tests.support.helpers import SGD, blobs, distance, federated_run, fit, small_cnn, train
 
 
 def test_validate_fit_validate_work_one_after_the_other():

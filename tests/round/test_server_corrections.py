@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SaveRounds, blobs, distance, federated_run, small_cnn, train
 from torch import nn
 
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks import FedBN
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.verification import certify
+from tests.support.helpers import SaveRounds, blobs, distance, federated_run, small_cnn, train
 
 DECAY = 0.7
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from PIL import Image
-from support.helpers import SGD, blobs, fit, small_cnn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.classification import MulticlassJaccardIndex
@@ -12,6 +11,7 @@ from fl_lightning import Classification, ConfigurationError, FederatedModule, Se
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.models import SmallDeepLab
 from fl_lightning.round.evaluation import ServerEvaluation
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 
 def scenes(images, seed=0, classes=4, ignored=0.2):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedCallback, FederatedModule
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 
 class Looks(FederatedCallback):

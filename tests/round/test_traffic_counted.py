@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import SGD, Received, SaveRounds, blobs, federated_run
 
 import fl_lightning.callbacks.fedtan
 from fl_lightning import FederatedCallback
@@ -25,6 +24,7 @@ from fl_lightning.callbacks import (
     StaticBN,
 )
 from fl_lightning.round.plan import sample_cohort
+from tests.support.helpers import SGD, Received, SaveRounds, blobs, federated_run
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 EVALUATED = {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0}

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import message_of, rows, run
-from support.helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
-from support.lightning_sites import Lit
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.round.tasks import best_is
+from tests.support.command_line import message_of, rows, run
+from tests.support.helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
+from tests.support.lightning_sites import Lit
 
 EVERY_ROUND = ("--trainer.check_val_every_n_epoch", 1)
 

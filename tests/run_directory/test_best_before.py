@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import run, write_config
-from support.helpers import SGD, blobs, fit, small_cnn
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import FedBN
@@ -15,6 +13,8 @@ from fl_lightning.cohort import client_memory
 from fl_lightning.cohort.client_memory import ClientMemory, contents, locate
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from tests.support.command_line import run, write_config
+from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 MONITOR = (
     "--checkpoint.monitor",

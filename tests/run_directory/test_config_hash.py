@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.naming import named
 
 from fl_lightning import FederatedModule
 from fl_lightning.cli.command_line import main
@@ -21,6 +20,7 @@ from fl_lightning.experiments.run_directory.config_digest import (
     differences,
     directory_of,
 )
+from tests.support.naming import named
 
 ROOT = Path(__file__).parents[2]
 

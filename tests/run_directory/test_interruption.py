@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import attempts, rows, run, write_config
 
 from fl_lightning.__main__ import main
 from fl_lightning.datamodules import Digits
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
+from tests.support.command_line import attempts, rows, run, write_config
 
 CTRL_C = """
 import os

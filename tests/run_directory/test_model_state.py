@@ -3,8 +3,6 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support.command_line import message_of, run
-from support.helpers import SGD, blobs, small_cnn
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule, Run
@@ -12,6 +10,8 @@ from fl_lightning.batch_norm.kinds import buffer_kinds
 from fl_lightning.callbacks import ClassifierBias
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.models.weights import load_weights
+from tests.support.command_line import message_of, run
+from tests.support.helpers import SGD, blobs, small_cnn
 
 
 class Extra(nn.Sequential):

@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.command_line import message_of
-from support.trained_models import accuracy_on, fit, outputs_on_test_data, predicted, probabilities
 
 from fl_lightning import ConfigurationError, load_model
 from fl_lightning.__main__ import main as command
 from fl_lightning.datamodules import TensorData
+from tests.support.command_line import message_of
+from tests.support.trained_models import accuracy_on, fit, outputs_on_test_data, predicted, probabilities
 
 
 def write(path, header, rows, separator=","):

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.command_line import run, write_config
 
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.describe import run_title
+from tests.support.command_line import run, write_config
 
 LR = "model.client_optimizer.lr"
 LAST = ("--ckpt_path", "last")

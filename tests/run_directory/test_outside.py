@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 import torch
-from support.command_line import rows, run
-from support.contract import SHIPPED, TABLE
-from support.helpers import SGD, blobs, small_cnn
 
 from fl_lightning import FederatedModule, Run
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
+from tests.support.command_line import rows, run
+from tests.support.contract import SHIPPED, TABLE
+from tests.support.helpers import SGD, blobs, small_cnn
 
 ROUNDS = 3
 CSV = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}"

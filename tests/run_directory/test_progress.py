@@ -5,11 +5,11 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
-from support.command_line import run
 from torch.utils.data import DataLoader
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.progress import RoundProgress
+from tests.support.command_line import run
 
 
 class Rounds(L.LightningModule):

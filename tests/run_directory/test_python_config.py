@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.command_line import TINY, rows, run
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, MultiStep, Run
@@ -28,6 +27,7 @@ from fl_lightning.experiments.run_directory.directory import RunDirectory
 from fl_lightning.experiments.run_directory.python_config import as_plain
 from fl_lightning.models import LeNet, library_model
 from fl_lightning.recorded import making
+from tests.support.command_line import TINY, rows, run
 
 
 def python_run(

@@ -15,8 +15,6 @@ import yaml
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
-from support.command_line import rows
-from support.helpers import SGD, blobs, small_cnn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import (
@@ -36,6 +34,8 @@ from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.files import locked
 from fl_lightning.models import LeNet
+from tests.support.command_line import rows
+from tests.support.helpers import SGD, blobs, small_cnn
 
 QUIET = {"enable_progress_bar": False, "accelerator": "cpu"}
 

@@ -2,10 +2,10 @@
 
 import pytest
 from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
-from support.command_line import rows, run
-from support.helpers import federated_run
 
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, read_metrics
+from tests.support.command_line import rows, run
+from tests.support.helpers import federated_run
 
 NAMES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 

@@ -4,12 +4,12 @@ import csv
 import json
 
 import pytest
-from support.command_line import run, write_config
 
 from fl_lightning import FederatedCallback
 from fl_lightning.experiments.dashboard.contents import media
 from fl_lightning.methods.report import Report, Table
 from fl_lightning.pictures.style import new_figure, paper_style
+from tests.support.command_line import run, write_config
 
 
 class Counts(Report, FederatedCallback):

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.command_line import message_of, rows, run, write_config
 
 from fl_lightning.experiments.run_directory import checkpoint_io
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
+from tests.support.command_line import message_of, rows, run, write_config
 
 
 class Killed(BaseException):

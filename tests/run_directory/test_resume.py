@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.command_line import attempts, message_of, rows, run, write_config
 
 from benchmarks.faults import same
 from fl_lightning.cli.command_line import main
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.round.module import FederatedModule
+from tests.support.command_line import attempts, message_of, rows, run, write_config
 
 # children start from a process that has imported everything, so that many kills are affordable
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -9,13 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.command_line import main, message_of
-from support.helpers import write_cifar10_folders
-from support.trained_models import accuracy_on, fit, outputs_on_test_data, predicted, probabilities, table_of
 
 from fl_lightning import ConfigurationError, load_model
 from fl_lightning.__main__ import main as command
 from fl_lightning.methods import fine_tuned
+from tests.support.command_line import main, message_of
+from tests.support.helpers import write_cifar10_folders
+from tests.support.trained_models import (
+    accuracy_on,
+    fit,
+    outputs_on_test_data,
+    predicted,
+    probabilities,
+    table_of,
+)
 
 SITES = ["Bergen", "Bonn", "Lund", "Oslo"]
 
@@ -260,8 +267,7 @@ def test_a_client_that_is_not_there_is_told_with_the_clients(patients):
 def methods(tmp_path, monkeypatch):
     """Write a module ``methods`` to where runs start."""
     monkeypatch.syspath_prepend(tmp_path)
-    yield lambda code: Path("methods.py").write_text(code)
-    sys.modules.pop("methods", None)
+    return lambda code: Path("methods.py").write_text(code)
 
 
 def test_arrays_without_classes_are_predicted_as_values(methods, capsys):

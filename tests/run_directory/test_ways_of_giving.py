@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.command_line import write_config
-from support.naming import named, named_again
+
+from tests.support.command_line import write_config
+from tests.support.naming import named, named_again
 
 OWN = '''
 import enum

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.study_in_process import TINY, InThisProcess, write
 
 from fl_lightning.experiments.studies.engines import local
+from tests.support.study_in_process import TINY, InThisProcess, write
 
 
 @pytest.fixture

@@ -10,7 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cells import (
+
+from fl_lightning import ConfigurationError
+from fl_lightning.cli import study
+from fl_lightning.experiments.studies.engines.base import Job
+from fl_lightning.experiments.studies.running import Runner
+from tests.support.cells import (
     PAUSES,
     ancestors,
     attempts_of,
@@ -22,12 +27,7 @@ from support.cells import (
     wait_until,
     write_study,
 )
-from support.command_line import message_of, rows
-
-from fl_lightning import ConfigurationError
-from fl_lightning.cli import study
-from fl_lightning.experiments.studies.engines.base import Job
-from fl_lightning.experiments.studies.running import Runner
+from tests.support.command_line import message_of, rows
 
 ROUNDED = "trap 'echo rounded; exit 143' TERM; echo up; while true; do sleep 0.05; done"
 

@@ -1,18 +1,17 @@
 """First stages that cells share: whose rounds are whose, by what the methods themselves say."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.untrained_cells import LR, cell, finish
 
 from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.experiments.studies import first_stages
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.first_stages import first_stage
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
+from tests.support.untrained_cells import LR, cell, finish
 
 OWN = """
 from dataclasses import dataclass
@@ -83,8 +82,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_freezing.py").write_text(OWN)
-    yield
-    sys.modules.pop("mine_freezing", None)
 
 
 def method(name, **settings):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from pandas.testing import assert_frame_equal
-from support.study_frames import study_frame
-from support.study_in_process import study as run_study
-from support.study_in_process import write
-from support.written_runs import write_run, write_study
 
 from fl_lightning import ConfigurationError, load_run, load_study
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
 from fl_lightning.experiments.studies.tables import whole_table, write_tables
+from tests.support.study_frames import study_frame
+from tests.support.study_in_process import study as run_study
+from tests.support.study_in_process import write
+from tests.support.written_runs import write_run, write_study
 
 
 def test_a_run_has_its_settings_its_rounds_and_its_result(tmp_path):

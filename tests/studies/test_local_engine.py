@@ -9,17 +9,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from support.cells import (
-    PAUSES,
-    attempts_of,
-    new_server,
-    nothing_left,
-    study_cells,
-    wait_until,
-    write_study,
-)
-from support.command_line import rows
-from support.outcomes import same
 
 from benchmarks.process_tree import is_running
 from fl_lightning.execution import choice
@@ -29,6 +18,17 @@ from fl_lightning.experiments.studies.engines import local
 from fl_lightning.experiments.studies.engines.base import Job
 from fl_lightning.experiments.studies.engines.local import LocalEngine
 from fl_lightning.experiments.studies.running import Runner
+from tests.support.cells import (
+    PAUSES,
+    attempts_of,
+    new_server,
+    nothing_left,
+    study_cells,
+    wait_until,
+    write_study,
+)
+from tests.support.command_line import rows
+from tests.support.outcomes import same
 
 TOOL = """
 import json, os, signal, sys, time

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.command_line import run
-from support.study_in_process import finished_study, found, study, write
-from support.written_runs import write_run
 
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.tables import remarks
 from fl_lightning.files import write_json
+from tests.support.command_line import run
+from tests.support.study_in_process import finished_study, found, study, write
+from tests.support.written_runs import write_run
 
 RATES = {"axes": {"model.client_optimizer.lr": [0.1, 0.2]}, "without": [], "published": [], "claims": []}
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.untrained_cells import STUDY, finish, study_cells
 
 import fl_lightning
 from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.tables import published_in_words
+from tests.support.untrained_cells import STUDY, finish, study_cells
 
 ROOT = Path(fl_lightning.__file__).parents[1]
 PUBLISHED = yaml.safe_load((ROOT / "docs/numbers/published.yaml").read_text())

@@ -6,8 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.command_line import message_of
-from support.written_runs import write_run, write_study
 
 from fl_lightning import load_study
 from fl_lightning.__main__ import main
@@ -16,6 +14,8 @@ from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.report import write_report
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.files import write_text
+from tests.support.command_line import message_of
+from tests.support.written_runs import write_run, write_study
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 

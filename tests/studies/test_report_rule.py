@@ -4,12 +4,12 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from support.untrained_cells import finish, study_cells
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.collecting import collect, reported
 from fl_lightning.experiments.studies.report_rule import check_rule
 from fl_lightning.experiments.studies.tables import caption, whole_table, write_tables
+from tests.support.untrained_cells import finish, study_cells
 
 ROWS = [
     {"round": r, "test/accuracy": x, "test/loss": 1 - x}

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.study_in_process import finished_study, found, study, write
+
+from tests.support.study_in_process import finished_study, found, study, write
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ from statistics import mean
 import pytest
 import yaml
 from scipy.stats import ttest_1samp
-from support.study_in_process import found, study, write
+
+from tests.support.study_in_process import found, study, write
 
 RATE = "model.client_optimizer.lr"
 FIXBN = [{"class_path": "FixBN", "init_args": {"freeze_round": 2}}]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.untrained_cells import BASE, STUDY, cell, finish, study_cells
 
 from fl_lightning.cli.command_line import main, resolve
 from fl_lightning.errors import ConfigurationError
@@ -24,6 +23,7 @@ from fl_lightning.experiments.studies.cells import Cell, State, differences
 from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.progress import time_left
 from fl_lightning.experiments.studies.tables import caption, remarks
+from tests.support.untrained_cells import BASE, STUDY, cell, finish, study_cells
 
 
 @pytest.fixture(autouse=True)

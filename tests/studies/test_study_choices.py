@@ -4,11 +4,11 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from support.untrained_cells import LR, STUDY, finish, study_cells
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen
 from fl_lightning.experiments.studies.tables import choice_in_words
+from tests.support.untrained_cells import LR, STUDY, finish, study_cells
 
 
 @pytest.fixture(autouse=True)

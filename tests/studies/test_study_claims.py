@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
-from support.study_frames import study_frame
 
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies import verdicts
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
 from fl_lightning.experiments.studies.verdicts import Comparison, difference, holm
+from tests.support.study_frames import study_frame
 
 
 def study(values, failed=None, **more):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_line import message_of, run
-from support.study_in_process import STUDY, finished_study, found, study, write
 
 import fl_lightning.cli.study
 from fl_lightning.__main__ import main
 from fl_lightning.cli.federated_cli import FederatedCLI
+from tests.support.command_line import message_of, run
+from tests.support.study_in_process import STUDY, finished_study, found, study, write
 
 SMALL = {"quick": {"base": "tiny.yaml"}}
 

@@ -6,13 +6,13 @@ from itertools import product
 
 import pandas as pd
 import pytest
-from support.study_frames import study_frame
-from support.written_runs import write_run
 
 from fl_lightning.experiments.studies.figures import pictures, write_figures
 from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.tables import whole_table
 from fl_lightning.files import write_json, write_text
+from tests.support.study_frames import study_frame
+from tests.support.written_runs import write_run
 
 
 def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):

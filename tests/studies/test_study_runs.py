@@ -7,7 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.cells import (
+
+from fl_lightning.cli import study, study_cell
+from fl_lightning.experiments.studies.cells import State
+from fl_lightning.experiments.studies.engines.local import LocalEngine
+from fl_lightning.experiments.studies.running import Runner
+from fl_lightning.round.module import FederatedModule
+from tests.support.cells import (
     attempts_of,
     is_pausing,
     new_server,
@@ -18,13 +24,7 @@ from support.cells import (
     wait_until,
     write_study,
 )
-from support.command_line import rows
-
-from fl_lightning.cli import study, study_cell
-from fl_lightning.experiments.studies.cells import State
-from fl_lightning.experiments.studies.engines.local import LocalEngine
-from fl_lightning.experiments.studies.running import Runner
-from fl_lightning.round.module import FederatedModule
+from tests.support.command_line import rows
 
 
 @pytest.fixture(autouse=True)

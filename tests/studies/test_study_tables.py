@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from support.study_frames import study_frame
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.latex_table import escaped, latex_table
@@ -25,6 +24,7 @@ from fl_lightning.experiments.studies.tables import (
     whole_table,
     write_tables,
 )
+from tests.support.study_frames import study_frame
 
 
 def run(seed, phase="done", **more):

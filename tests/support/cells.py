@@ -12,7 +12,7 @@ import yaml
 
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.reading import read_study
-from support.command_line import rows, run, write_config
+from tests.support.command_line import rows, run, write_config
 
 PAUSE = """
 import time

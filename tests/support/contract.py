@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.recorded import in_words
-from support.helpers import blobs, federated_run
-from support.readme_code import methods
+from tests.support.helpers import blobs, federated_run
+from tests.support.readme_code import methods
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)

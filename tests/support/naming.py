@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fl_lightning.experiments.run_directory.config_digest import config_hash, deciding_settings
-from support.command_line import FederatedCLI, run
+from tests.support.command_line import FederatedCLI, run
 
 
 class Named(NamedTuple):

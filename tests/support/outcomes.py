@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning import FederatedModule, SequentialExecutor
 from fl_lightning.callbacks import FixBN, MaintainedMomentum
 from fl_lightning.cohort.client_memory import contents
-from support.helpers import States, blobs, fit, small_cnn
+from tests.support.helpers import States, blobs, fit, small_cnn
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 METHODS = {

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 from fl_lightning import FederatedCallback
-from support.pages import blocks
+from tests.support.pages import blocks
 
 METHOD_BLOCKS = {
     found[1]: block
@@ -23,7 +23,8 @@ def hide():
     """Make the pages' classes look like local classes, so that a bare name such as FedBN means the shipped class only."""
     for kind in FederatedCallback.__subclasses__():
         if kind.__name__ in METHOD_BLOCKS and not kind.__module__.startswith("fl_lightning."):
-            kind.__qualname__ = f"methods.<locals>.{kind.__name__}"
+            # jsonargparse imports the module even of a local class
+            kind.__module__, kind.__qualname__ = "builtins", f"methods.<locals>.{kind.__name__}"
 
 
 def methods():

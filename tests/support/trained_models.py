@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from fl_lightning.__main__ import main as command
 from fl_lightning.batch_norm.swapping import evaluating
-from support.command_line import main
+from tests.support.command_line import main
 
 
 def fit(

@@ -1,12 +1,9 @@
 """``verify``: what it finds in the shipped methods, in broken ones and in one's own, and what a user sees of it."""
 
 import importlib
-import sys
 
 import pytest
 import torch
-from support.broken_callbacks import FAILS, RIGHT, ranks
-from support.readme_code import METHOD_BLOCKS, hide
 
 from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.__main__ import main
@@ -18,6 +15,8 @@ from fl_lightning.verification.memory import entries
 from fl_lightning.verification.own_model import own_model
 from fl_lightning.verification.rules import RULES
 from fl_lightning.verification.trials import Trials
+from tests.support.broken_callbacks import FAILS, RIGHT, ranks
+from tests.support.readme_code import METHOD_BLOCKS, hide
 
 
 def verify(*arguments):
@@ -36,7 +35,6 @@ def write_methods(text, name="methods"):
 def own_code(tmp_path, monkeypatch):
     """The working directory is where one's own modules are found, as with ``python -m``."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "methods", raising=False)
     yield
     hide()
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from support.helpers import States, blobs, distance, small_cnn, train
 
 from fl_lightning.aggregation import NNM, Median, MultiKrum, RobustAggregator, TrimmedMean, WeightedMean
 from fl_lightning.attacks import ALittleIsEnough, Gaussian
 from fl_lightning.callbacks import AggregationDiagnostics, Byzantine
+from tests.support.helpers import States, blobs, distance, small_cnn, train
 
 FIVE = {"num_clients": 5, "sizes": (16,)}
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.helpers import SaveRounds, blobs, client_batch, federated_run, small_cnn, uneven_clients
 from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
@@ -17,6 +16,7 @@ from fl_lightning.callbacks.observers.bn_report import MAX_ROUNDS, BatchNormRepo
 from fl_lightning.callbacks.observers.measurements import mean_variance, statistics_bias
 from fl_lightning.methods.statistics_pass import measured_statistics
 from fl_lightning.methods.variant_evaluation import mixed_batches
+from tests.support.helpers import SaveRounds, blobs, client_batch, federated_run, small_cnn, uneven_clients
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ALL = ["statistics", "gradients", "gap", "bias"]

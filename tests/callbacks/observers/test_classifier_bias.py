@@ -7,8 +7,6 @@ from math import log
 import lightning as L
 import pytest
 import torch
-from support.command_line import run, write_config
-from support.helpers import SGD, SaveRounds, blobs, federated_run, small_cnn
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ClientFailures, ConfigurationError, FederatedModule
@@ -25,6 +23,8 @@ from fl_lightning.callbacks.observers.calibration import (
 )
 from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.models import LeNet
+from tests.support.command_line import run, write_config
+from tests.support.helpers import SGD, SaveRounds, blobs, federated_run, small_cnn
 
 EVALUATED = {"limit_val_batches": None, "limit_test_batches": None}
 

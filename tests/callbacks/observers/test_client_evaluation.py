@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from support.command_line import run, write_config
-from support.helpers import ArrayClient, blobs, federated_run
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import Classification, FederatedDataModule, callbacks
 from fl_lightning.callbacks import ClientEvaluation
+from tests.support.command_line import run, write_config
+from tests.support.helpers import ArrayClient, blobs, federated_run
 
 
 def trained(data, callback):

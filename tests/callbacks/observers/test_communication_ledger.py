@@ -8,9 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from PIL import Image
-from support.command_line import run as command
-from support.command_line import write_config
-from support.helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
 from torch import nn
 
 from fl_lightning import FederatedModule
@@ -24,6 +21,9 @@ from fl_lightning.callbacks import (
     StaticBN,
 )
 from fl_lightning.callbacks.observers.network_link import NetworkLink
+from tests.support.command_line import run as command
+from tests.support.command_line import write_config
+from tests.support.helpers import SGD, SaveRounds, States, blobs, distance, federated_run, fit, small_cnn
 
 LINK = NetworkLink(upload_mbps=1, download_mbps=4, latency_ms=100)
 RIGHT = NetworkLink.seconds

@@ -5,15 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.helpers import (
-    ArrayClient,
-    blobs,
-    client_batch,
-    federated_run,
-    small_cnn,
-    uneven_clients,
-    union_batch,
-)
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import (
@@ -35,6 +26,15 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.callbacks.observers.measurements import relative_deviation
 from fl_lightning.client_data.batches import BatchStack
+from tests.support.helpers import (
+    ArrayClient,
+    blobs,
+    client_batch,
+    federated_run,
+    small_cnn,
+    uneven_clients,
+    union_batch,
+)
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 TWINS = {

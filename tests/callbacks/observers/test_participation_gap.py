@@ -6,8 +6,6 @@ from statistics import fmean
 
 import pytest
 import torch
-from support.helpers import ArrayClient, blobs, client_batch, distance, federated_run, fit, small_cnn, train
-from support.lightning_sites import Lit, Site
 from torch.nn import functional as F
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
@@ -15,6 +13,17 @@ from fl_lightning.callbacks import ClientEvaluation, FedBN, ParticipationGap, Si
 from fl_lightning.client_data.held_out import clients_in_order
 from fl_lightning.datamodules import Digits, Dirichlet, Shards, TensorData
 from fl_lightning.methods import adapt_statistics, entropy_steps, moving_statistics
+from tests.support.helpers import (
+    ArrayClient,
+    blobs,
+    client_batch,
+    distance,
+    federated_run,
+    fit,
+    small_cnn,
+    train,
+)
+from tests.support.lightning_sites import Lit, Site
 
 EVALUATED = {"limit_val_batches": 1.0}
 NAMES = ("a", "b", "c", "d", "e", "f")

@@ -6,18 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.helpers import (
-    SGD,
-    ArrayClient,
-    SaveRounds,
-    blobs,
-    distance,
-    federated_run,
-    fit,
-    small_cnn,
-    train,
-)
-from support.lightning_sites import Lit, Site, federated
 from torch.utils.data import DataLoader
 
 from fl_lightning import (
@@ -44,6 +32,18 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.methods import balanced_statistics
 from fl_lightning.round.record import RunRecord
+from tests.support.helpers import (
+    SGD,
+    ArrayClient,
+    SaveRounds,
+    blobs,
+    distance,
+    federated_run,
+    fit,
+    small_cnn,
+    train,
+)
+from tests.support.lightning_sites import Lit, Site, federated
 
 FAMILY = {
     "moment_matching": lambda: MomentMatching(),

@@ -18,7 +18,7 @@ from fl_lightning.callbacks import (
     StaticBN,
 )
 from fl_lightning.cohort.cohort import SERVER
-from support.broken_callbacks.registry import fails, of_kind
+from tests.support.broken_callbacks.registry import fails, of_kind
 
 
 def with_variance(cohort, pl_module, rule):

@@ -2,7 +2,7 @@
 
 from fl_lightning import FederatedCallback, LocalState
 from fl_lightning.callbacks import FedBN, MaintainedMomentum
-from support.broken_callbacks.registry import fails, of_kind
+from tests.support.broken_callbacks.registry import fails, of_kind
 
 
 @fails("absent clients", "client numbers", "clients own state")

@@ -5,7 +5,7 @@ import os
 import torch
 
 from fl_lightning import FederatedCallback
-from support.broken_callbacks.registry import fails, of_kind
+from tests.support.broken_callbacks.registry import fails, of_kind
 
 RIGHT: list[type[FederatedCallback]] = []
 """The same methods as they should be: nothing is wrong with them."""

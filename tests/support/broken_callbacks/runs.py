@@ -7,7 +7,7 @@ import torch
 
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks import MaintainedMomentum
-from support.broken_callbacks.registry import fails
+from tests.support.broken_callbacks.registry import fails
 
 
 @fails("resume")

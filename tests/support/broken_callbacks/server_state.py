@@ -3,7 +3,7 @@
 from fl_lightning import FederatedCallback
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
-from support.broken_callbacks.registry import fails, of_kind
+from tests.support.broken_callbacks.registry import fails, of_kind
 
 
 @fails("server state")

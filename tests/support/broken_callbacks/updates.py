@@ -4,7 +4,7 @@ import torch
 
 from fl_lightning import FederatedCallback
 from fl_lightning.callbacks import SCAFFOLD
-from support.broken_callbacks.registry import fails, of_kind
+from tests.support.broken_callbacks.registry import fails, of_kind
 
 
 @fails("learning rate 0")
