@@ -58,7 +58,7 @@ class Cohort:
             ``on_before_aggregate``, the rows of all ranks are gathered.
         weights: Aggregation weights p_i, shape ``[C]``, with sum 1.
         round: The communication round, from 1.
-        step: The current local step, from 0.
+        step: The current local step, from 0; after the local steps, the last one of any client.
         local_steps: Number of local steps of each client in this round.
         params: Parameters, ``[C, *shape]`` by name.
         grads: Gradients of the current local step, ``[C, *shape]`` by name.

@@ -119,6 +119,7 @@ def test_the_state_that_each_hook_sees_is_what_its_documentation_says():
                 assert torch.allclose(value, self.before[name] - 0.1 * cohort.grads[name], atol=1e-15)
 
         def on_before_aggregate(self, trainer, pl_module, cohort):
+            assert cohort.step == 1  # the last of two
             self.mean = {name: cohort.mean(value) for name, value in cohort.params.items()}
 
         def on_after_aggregate(self, trainer, pl_module, cohort):
