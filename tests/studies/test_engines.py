@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,24 @@ def test_slurm_is_not_everywhere(capsys, monkeypatch):
         message
         == "error: --engine: slurm needs srun, which this machine lacks; use a machine of the cluster or --engine local\n"
     )
+
+
+TOO_SHORT = ("1", "2:59", "0:02:59", "0-0:02")
+LONG_ENOUGH = ("3", "0:03:00", "0-0:03:00", "1-0", "0", "UNLIMITED", "")
+
+
+@pytest.mark.parametrize("limit", [*TOO_SHORT, *LONG_ENOUGH])
+def test_slurm_needs_time_before_it_requeues(limit, tmp_path, monkeypatch):
+    pytest.importorskip("submitit", reason="submitit is not installed")
+    from fl_lightning.experiments.studies.engines.slurm import SlurmEngine
+
+    (tmp_path / "srun").touch(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SBATCH_TIMELIMIT", limit)
+    with pytest.raises(ConfigurationError) if limit in TOO_SHORT else nullcontext() as error:
+        SlurmEngine()
+    if limit in TOO_SHORT:
+        assert str(error.value) == (
+            f"SBATCH_TIMELIMIT: {limit} is too short, because Slurm may requeue a job 150 seconds before its limit; set at "
+            "least 3 minutes"
+        )

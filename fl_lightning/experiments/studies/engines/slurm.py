@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.engines.base import Engine, Job, run_command
 
 _MINUTES = 60  # time limit of a job in minutes; a longer cell is requeued and resumes
+# smallest limit in minutes: submitit asks for a signal 90 s before the limit, which may come 60 s early
+_SHORTEST = 3
 _TIMES = 10_000  # largest number of times that a job is requeued at its time limit
 # Slurm sends USR2 to all processes of a job: submitit requeues the job; cells must ignore USR2
 _UNTIL_TERMINATED = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
@@ -35,7 +37,8 @@ class SlurmEngine(Engine):
         cluster: Cluster of submitit, such as ``"slurm"`` (default) or ``"local"``.
 
     Raises:
-        ConfigurationError: Slurm is not installed on this machine.
+        ConfigurationError: Slurm is not installed on this machine, or ``SBATCH_TIMELIMIT`` is too
+            short for a cell to make progress.
     """
 
     cores = gpus = _ARRAY  # upper limits: Slurm decides how many jobs run at a time
@@ -45,6 +48,12 @@ class SlurmEngine(Engine):
             if shutil.which("srun") is None:
                 raise ConfigurationError(
                     "--engine: slurm needs srun, which this machine lacks; use a machine of the cluster or --engine local"
+                )
+            limit = os.environ.get("SBATCH_TIMELIMIT", "")
+            if _seconds(limit) < 60 * _SHORTEST:
+                raise ConfigurationError(
+                    f"SBATCH_TIMELIMIT: {limit} is too short, because Slurm may requeue a job 150 seconds before its limit; set "
+                    f"at least {_SHORTEST} minutes"
                 )
             submitit.SlurmJob.watcher = _Queue(delay_s=60)
         self._cluster = cluster
@@ -99,6 +108,22 @@ class SlurmEngine(Engine):
             job.cancel(check=False)  # no error if the job has already ended
         while not all(job.done(force_check=True) for job, _ in self._running.values()):
             time.sleep(2)
+
+
+def _seconds(limit: str) -> float:
+    """Return a time limit of Slurm in seconds; infinity for a text that is no number of units.
+
+    The formats are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes
+    and days-hours:minutes:seconds.
+    """
+    days, dash, rest = limit.rpartition("-")
+    units = (3600, 60, 1) if dash or limit.count(":") == 2 else (60, 1)
+    try:
+        parts = [*map(int, rest.split(":"))]
+        seconds = sum(unit * part for unit, part in zip(units, parts, strict=False))
+        return 86400 * int(days or 0) + seconds or inf  # Slurm reads 0 as no limit
+    except ValueError:
+        return inf
 
 
 class _Queue(submitit.slurm.slurm.SlurmInfoWatcher):  # type: ignore[misc]  # submitit is untyped
