@@ -13,6 +13,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.choice import usable_cores
@@ -141,10 +143,15 @@ class CohortStrategy(ParallelStrategy):
         else:
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
+        url = f"file://{self.meeting_place}" if self.meeting_place else "env://"
         try:
+            store, *_ = next(rendezvous(url, self.global_rank, self.world_size, timeout=self.timeout))
+            store.set_timeout(self.timeout)
+            # if torchrun restarts the ranks, its store still has the addresses of the dead ranks
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             dist.init_process_group(
                 "nccl" if gpu else "gloo",
-                init_method=f"file://{self.meeting_place}" if self.meeting_place else "env://",
+                store=PrefixStore(f"restart {restarts}", store),
                 timeout=self.timeout,
                 world_size=self.world_size,
                 rank=self.global_rank,

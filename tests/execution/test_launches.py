@@ -28,10 +28,12 @@ from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpoin
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.launched import launched_rank
 from tests.support.command_line import attempts, rows, run, write_config
+from tests.support.slurm_cluster import needs_slurm
 
 ROOT = Path(__file__).parents[2]
 FAULT = """
 import os, time
+from pathlib import Path
 from fl_lightning import ConfigurationError, FederatedCallback
 
 class Fault(FederatedCallback):
@@ -44,6 +46,9 @@ class Fault(FederatedCallback):
                 case "mistake":
                     raise ConfigurationError("my own mistake")
                 case "kill":
+                    os.kill(os.getpid(), 9)
+                case "kill once" if not Path("killed").exists():
+                    Path("killed").touch()
                     os.kill(os.getpid(), 9)
 
 class Slow(FederatedCallback):
@@ -321,6 +326,31 @@ def test_a_failure_under_torchrun_is_told_once_and_the_run_stays_whole(what, ran
     for line, expected in zip(told, lines, strict=True):
         assert re.search(expected, line)
     assert [row["round"] for row in rows(only_attempt("launched"))] == [0, 1]
+
+
+@pytest.mark.nightly
+def test_torchrun_restarts_a_run_after_a_rank_is_killed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    fault("kill once", [1])
+    reference = run("--trainer.devices", 1).attempt
+    restarting = [*TWO_RANKS, "--max-restarts", "1"]
+    ((status, said, errors),) = Launched(["launched"], [restarting], "--ckpt_path", "auto").ended(300)
+    assert (status, Path("launched/killed").exists()) == (0, True), errors
+    assert said.count("Result") == 1
+    assert_like("launched", reference)
+
+
+@pytest.mark.nightly
+def test_two_tasks_of_srun_give_the_numbers_of_one_process():
+    needs_slurm()
+    write_config()
+    reference = run("--trainer.devices", 1).attempt
+    ((status, said, errors),) = Launched(
+        ["launched"], [["srun", "--ntasks-per-node=2", sys.executable]], "--trainer.devices", 2
+    ).ended(300)
+    assert (status, own_lines(errors)) == (0, []), errors
+    assert "2 ranks, 1 thread each" in said
+    assert_like("launched", reference)
 
 
 @pytest.mark.nightly

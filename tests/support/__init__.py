@@ -29,6 +29,7 @@ The command line and runs
 
 Studies
     cells: a study of two cells, of which one waits
+    slurm_cluster: the Slurm of this machine
     study_in_process: a study whose cells are computed in this process
     study_frames: results of studies, made from rows of their tables
     untrained_cells: cells that are never trained
