@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 import pytest
+
 from tests.support.cells import wait_until
 
 
