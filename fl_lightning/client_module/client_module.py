@@ -156,7 +156,7 @@ class ClientModule:
             vars(run)[hook] = lambda batch, *given, own=own: (
                 batch if run.trainer.training else own(batch, *given)
             )
-        self.module._trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
+        self.module.trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
         # plain functions, because a copy of a module copies bound methods with their objects
         vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
         vars(self.module)["optimizers"] = lambda *_, **__: self.module.trainer.optimizers
@@ -167,7 +167,7 @@ class ClientModule:
             vars(run).pop(hook, None)
         for name in ("log", "optimizers"):
             vars(self.module).pop(name, None)
-        self.module._trainer = None
+        self.module.trainer = None
 
     def call(self, hook: str, *args: Any) -> Any:
         """Call a hook of the module."""
