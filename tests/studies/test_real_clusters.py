@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from fl_lightning.cli import study
+from fl_lightning.experiments.studies.running import Runner
 from tests.support.cells import (
     PAUSES,
     attempts_of,
@@ -20,9 +23,6 @@ from tests.support.cells import (
 )
 from tests.support.command_line import rows
 from tests.support.slurm_cluster import needs_slurm, slurm, state, wait_until_queued_again
-
-from fl_lightning.cli import study
-from fl_lightning.experiments.studies.running import Runner
 
 pytestmark = pytest.mark.nightly
 
