@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,3 +352,16 @@ def test_a_cell_that_ends_before_its_plan_says_so(ran, capsys, monkeypatch):
     message_of(capsys, study)
     why = found().rows[0].runs[0]["why"]
     assert why.startswith("it ended after round 3 of 6; leave out early stopping and trainer.max_time")
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "accelerator", "threads", "cells"),
+    [(4, 0, "auto", None, 4), (4, 0, "auto", 2, 2), (1, 0, "auto", 2, 1), (8, 2, "gpu", 1, 2), (8, 2, "cpu", 1, 8)],
+)  # fmt: skip
+def test_as_many_cells_run_at_a_time_as_there_are_gpus_or_cores(cores, gpus, accelerator, threads, cells):
+    config = {"trainer": {"accelerator": accelerator}, "threads": threads}
+    one_cell, engine = (
+        SimpleNamespace(any=SimpleNamespace(config=config)),
+        SimpleNamespace(cores=cores, gpus=gpus),
+    )
+    assert fl_lightning.cli.study._room(one_cell, engine) == cells
