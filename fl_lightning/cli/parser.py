@@ -72,7 +72,7 @@ class ConciseParser(LightningArgumentParser):
         accept this argument.
         """
         # the argument instantiators of jsonargparse's instantiate affects only classes
-        add_instantiator(_make, function, subclasses=False)  # type: ignore[arg-type]  # a function works, too
+        add_instantiator(_make, function)  # type: ignore[arg-type]  # a function works, too
         _refuse_class_defaults(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
         self._let_links_decide(linked_targets)

@@ -556,6 +556,13 @@ def test_without_memory_for_graphs_the_vectorized_executor_computes_the_run(monk
     assert caplog.text.count("local steps: CUDA out of memory. Tried to allocate 2 GiB\n") == 1
 
 
+def test_clients_have_passes_of_their_own_unless_another_executor_computes_the_run():
+    executor = RecordingExecutor()
+    assert executor.clients_together(3) is None
+    executor._instead = VectorizedExecutor(block_size=2)
+    assert executor.clients_together(3) == 2
+
+
 def test_mutation_a_failure_after_a_client_has_stepped_changes_the_run(monkeypatch):
     monkeypatch.setattr(graphs, "_unchanged", lambda cohort, client: nullcontext())
     monkeypatch.setattr(RecordedCalls, "record", lambda *args: lambda: None)

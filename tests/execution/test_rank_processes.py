@@ -86,6 +86,25 @@ def test_a_rank_that_raises_ends_all_with_its_own_line(hook, rank):
     assert children() == before
 
 
+class Decides(FederatedCallback):
+    """Asks all ranks, and is late at the end on another rank than the first."""
+
+    def on_round_end(self, trainer, pl_module, cohort):
+        for rank in range(2):
+            decided = trainer.strategy.reduce_boolean_decision(pl_module.ranks.rank == rank)
+            assert decided == (rank == 0)
+
+    def on_train_end(self, trainer, pl_module):
+        if trainer.global_rank == 1:
+            time.sleep(0.5)
+            Path("late").touch()
+
+
+def test_the_first_rank_decides_for_all_and_waits_for_all_at_the_end():
+    train(2, Decides(), rounds=1)
+    assert Path("late").exists()
+
+
 class Broken(nn.Module):
     def forward(self, x):
         if os.environ.get("LOCAL_RANK"):
