@@ -1,12 +1,14 @@
 """A plugin of pytest: which rows are slow, and which nightly ones run.
 
-All rows of a parametrised test but one are slow, so that ``-m "not slow"`` runs one row of each test. Nightly rows are
-slow, and are left out but with ``--nightly all`` or, for a tenth of them that depends on their names, ``--nightly 3/10``.
+All rows of a parametrised test but one are slow, so that ``-m "not slow"`` runs one row of each test. Which one depends on
+the test's name and on the day; ``--draw 3`` draws the rows of draw 3 again. Nightly rows are slow, and are left out but
+with ``--nightly all`` or, for a tenth of them that depends on their names, ``--nightly 3/10``.
 """
 
 import argparse
 import re
 from collections import defaultdict
+from datetime import date
 from zlib import crc32
 
 import pytest
@@ -25,6 +27,16 @@ def parts(text):
 def pytest_addoption(parser):
     told = "nightly rows that run: all, or part K of ten (0/10 to 9/10); default: none"
     parser.addoption("--nightly", type=parts, default=[], metavar="all|K/10", help=told)
+    told = "draw of the quick rows of parametrised tests; default: that of the day"
+    # workers take the value of the process that starts them, also at midnight
+    parser.addoption(
+        "--draw", type=int, default=date.today().timetuple().tm_yday % PARTS, metavar="K", help=told
+    )
+
+
+def pytest_report_header(config):
+    number = config.getoption("draw")
+    return f"quick rows: draw {number} of {PARTS}; the same rows again: --draw {number}"
 
 
 def part_of(test):
@@ -44,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
         elif hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             rows[item.nodeid.partition("[")[0]].append(item)
     for test, of_test in rows.items():
-        drawn = crc32(test.encode()) % len(of_test)
+        drawn = (crc32(test.encode()) + config.getoption("draw")) % len(of_test)
         for item in of_test[:drawn] + of_test[drawn + 1 :]:
             item.add_marker("slow")
     if left_out:

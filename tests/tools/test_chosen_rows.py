@@ -68,6 +68,12 @@ def test_quick_rows_are_one_of_each_test_and_never_nightly_ones(collected):
     assert [test.partition("[")[0] for test in quick] == ["test_quick", "test_rows", "test_one_stays"]
 
 
+def test_the_draw_of_quick_rows_changes_and_can_be_repeated(collected):
+    draws = [collected("-m", "not slow", "--draw", number)[0] for number in "0123"]
+    assert sorted(row for _, row, _ in draws) == [f"test_rows[{row}]" for row in "abcd"]
+    assert collected("-m", "not slow", "--draw", "2")[0] == draws[2]
+
+
 @pytest.mark.parametrize("text", ["10/10", "3", "3/9", "none"])
 def test_a_part_that_is_none_is_refused(collected, text):
     tests, error = collected("--nightly", text)
