@@ -1,7 +1,6 @@
 """``partition``: who the clients are, seen, drawn and saved, without a model and without training."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -104,11 +103,9 @@ def test_values_that_are_not_known_have_no_row(capsys):
     assert message.startswith("error: save: Cityscapes does not number its samples")
 
 
-def test_a_thousand_clients_take_seconds(capsys):
+def test_of_a_thousand_small_clients_a_few_are_named(capsys):
     write_config({"data.init_args.partition": {"class_path": "IID"}, "data.init_args.max_examples": None})
-    started = time.monotonic()
     main(["partition", "--config", "tiny.yaml", "--data.num_clients", "1000"])
-    assert time.monotonic() - started < 20
     note = capsys.readouterr().out.splitlines()[-1]
     assert note.startswith("1000 of 1000 clients have fewer samples than batch_size=10")
     assert note.endswith("client 9: 2 and 990 more")

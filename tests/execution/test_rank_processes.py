@@ -175,11 +175,10 @@ class Sends(FederatedCallback):
             os.kill(min(children() - self.before), self.number)
 
 
+@pytest.mark.timeout(60)
 def test_a_rank_that_is_killed_ends_the_run_in_one_line_and_the_next_run_works():
-    started = time.monotonic()
     with pytest.raises(ConfigurationError, match=r"rank 1 \(process \d+\) has ended.*memory was short"):
         train(3, Sends(signal.SIGKILL))
-    assert time.monotonic() - started < 30
     assert_same(states(), states(3))
 
 

@@ -68,7 +68,8 @@ def start(tmp_path, progress, stage="fit", module=None, rounds=5):
     return trainer
 
 
-def test_pipe_gets_plain_lines_that_pair_each_round_with_its_own_row(tmp_path, capsys):
+def test_pipe_gets_plain_lines_that_pair_each_round_with_its_own_row(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fl_lightning.experiments.run.progress.time.monotonic", lambda: 0.0)
     start(tmp_path, RoundProgress(every_n_seconds=0.0))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ") for line in lines] == [
