@@ -257,10 +257,17 @@ class Reached(NamedTuple):
     def rows(self, name, mutant, rows, there):
         """Tests for a mutant, of those that are there: what runs its line, then what else the files of these have.
 
-        Of what runs the line, tests in the folder of its package come first. Tests that have come since count as slow.
+        Of what runs the line, tests in the folder of its package come first, and of each test one row before the others.
+        Tests that have come since count as slow.
         """
-        room = Path(mutant["file"]).parent.name
-        line = sorted(self.of_mutant[name], key=lambda n: room not in Path(self.tests[n][0]).parts)
+        room, rows_of = Path(mutant["file"]).parent.name, Counter()
+
+        def order(position):
+            test = self.tests[position][0].partition("[")[0]
+            rows_of[test] += 1
+            return room not in Path(test).parts, rows_of[test]
+
+        line = sorted(self.of_mutant[name], key=order)
         files = {file_of(self.tests[position][0]) for position in line}
         whole = [n for n, (test, *_) in enumerate(self.tests) if file_of(test) in files]
         taken, found = 0.0, []
