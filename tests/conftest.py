@@ -78,12 +78,5 @@ def first_steps_are_compared_where_it_is_tested(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path, monkeypatch):
-    """Whatever a test writes relative to the working directory lands in its temporary directory.
-
-    Modules that it writes there end with it.
-    """
+    """Whatever a test writes relative to the working directory lands in its temporary directory."""
     monkeypatch.chdir(tmp_path)
-    yield
-    for name, module in [*sys.modules.items()]:
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]

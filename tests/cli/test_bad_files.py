@@ -99,6 +99,7 @@ def test_schedule_that_gives_no_factor_is_refused(schedule, line, capsys, tmp_pa
         "def negative(round, rounds): return -1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "schedules", raising=False)
     assert message_of(capsys, lambda: run("--model.client_lr_schedule", schedule)) == f"error: {line}\n"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,7 @@ class Hospitals(FederatedDataModule):
 def test_own_data_without_test_data_end_in_a_result(validates, tmp_path, monkeypatch):
     Path("hospitals.py").write_text(HOSPITALS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hospitals", raising=False)
     data = {"class_path": "hospitals.Hospitals", "init_args": {"server": validates}}
     write_config({"data": data, "trainer.max_epochs": 2, "trainer.callbacks": None})
     cli = run()

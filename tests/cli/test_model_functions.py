@@ -1,5 +1,6 @@
 """A function that returns a model is named in a configuration as a class is."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def wide(num_classes: int = 10) -> nn.Module:
 def functions(tmp_path, monkeypatch):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("functions", None)
 
 
 ONE = ("--trainer.max_epochs", 1)

@@ -69,6 +69,7 @@ class Hook(FederatedCallback):
 def own(tmp_path, monkeypatch):
     Path("own_parts.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_parts", raising=False)
 
 
 def data(**settings):

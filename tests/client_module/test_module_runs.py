@@ -209,6 +209,8 @@ def last(folder):
 def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     written_config()
+    yield
+    sys.modules.pop("mine", None)
 
 
 def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module, capsys):

@@ -30,6 +30,7 @@ def run_script(code, monkeypatch):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     written = {"__name__": "__main__"}
     exec(re.sub(r"max_epochs=\d+", "max_epochs=2", code), written)  # noqa: S102  # our own script
+    monkeypatch.delitem(sys.modules, "lit_digits", raising=False)
     return written
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -88,11 +89,13 @@ def ours(name):
 def write_methods(tmp_path, monkeypatch):
     """Write a page's ``methods.py`` to where runs start."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "methods", raising=False)
 
     def write(name):
         Path("methods.py").write_text(methods_of(name))
 
     yield write
+    sys.modules.pop("methods", None)
     hide()
 
 

@@ -178,7 +178,7 @@ def test_a_client_that_is_left_out_is_on_the_device_as_others_are(method):
 
 
 def test_images_that_the_gpu_has_no_room_for_stay_on_the_cpu(monkeypatch):
-    monkeypatch.setattr("fake_gpu.FREE", 1000)
+    monkeypatch.setattr("tests.support.fake_gpu.FREE", 1000)
     data = digits()
     fit(FederatedModule(model(), SGD, local_steps=2), data, 2)
     assert data.samples.labels.device.type == "cpu"

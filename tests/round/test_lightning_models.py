@@ -1,5 +1,6 @@
 """A LightningModule without a ``training_step`` is a network. One with a ``training_step`` brings its own optimizer."""
 
+import sys
 from copy import deepcopy
 
 import lightning as L
@@ -104,6 +105,7 @@ def test_the_command_line_refuses_an_optimizer_beside_the_class(tmp_path, monkey
     (tmp_path / "lit.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     line = message_of(capsys, lambda: run("--model.model", "lit.Lit"))
+    sys.modules.pop("lit")
     assert line == f"error: client_optimizer: Lit {OWN}\n"
 
 

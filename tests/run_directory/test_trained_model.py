@@ -267,7 +267,8 @@ def test_a_client_that_is_not_there_is_told_with_the_clients(patients):
 def methods(tmp_path, monkeypatch):
     """Write a module ``methods`` to where runs start."""
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda code: Path("methods.py").write_text(code)
+    yield lambda code: Path("methods.py").write_text(code)
+    sys.modules.pop("methods", None)
 
 
 def test_arrays_without_classes_are_predicted_as_values(methods, capsys):

@@ -1,6 +1,7 @@
 """First stages that cells share: whose rounds are whose, by what the methods themselves say."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_freezing.py").write_text(OWN)
+    yield
+    sys.modules.pop("mine_freezing", None)
 
 
 def method(name, **settings):

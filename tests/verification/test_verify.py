@@ -1,6 +1,7 @@
 """``verify``: what it finds in the shipped methods, in broken ones and in one's own, and what a user sees of it."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def write_methods(text, name="methods"):
 def own_code(tmp_path, monkeypatch):
     """The working directory is where one's own modules are found, as with ``python -m``."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "methods", raising=False)
     yield
     hide()
 
