@@ -167,6 +167,7 @@ def names():
     }
 
 
+@pytest.mark.slow
 def test_each_private_name_is_listed_with_its_files():
     assert names() == IMPORTED | {name: files for each in OF_OBJECTS.values() for name, files in each.items()}
 
