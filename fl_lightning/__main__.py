@@ -108,11 +108,7 @@ def _run(arguments: list[str]) -> None:
         sys.exit(2)
     else:
         _check_files(arguments)
-        if arguments[-2:] == ["--help", "all"]:
-            arguments.pop()
-        elif not (
-            launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)
-        ):
+        if not (launched_rank() or any(x.startswith(("--print_config", "--help", "-h")) for x in arguments)):
             with suppress(OSError):  # printing to a full disk must not end the run
                 print(f"fl_lightning {__version__}: loading PyTorch and Lightning", flush=True)
         from fl_lightning.cli.command_line import main as run
