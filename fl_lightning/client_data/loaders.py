@@ -157,7 +157,7 @@ class LoaderBatches:
                     known = {key: _ready(self._load(index)) for key, index in examples.items()}
                     self.num_examples, sizes = sum(known.values()), [known[_key(index)] for index in order]
         self.samples_per_step = sum(sizes) / len(sizes)
-        self.drawable = digest(sorted(map(repr, examples)))
+        self.drawable = digest(sorted(examples))
 
     def _count_samples(self, *, sized: bool) -> None:
         loader = self.loader
@@ -250,10 +250,9 @@ def _is_several(drawn: Any) -> bool:
     return isinstance(drawn, list | slice) or getattr(drawn, "ndim", 0) > 0
 
 
-def _key(index: Any) -> Any:
-    """Return a hashable form of an index. Equal indices have equal forms."""
-    index = index.tolist() if hasattr(index, "tolist") else index
-    return index if isinstance(index, int | str) else repr(index)
+def _key(index: Any) -> str:
+    """Return the text of an index. Equal indices have equal texts."""
+    return repr(index.tolist() if hasattr(index, "tolist") else index)
 
 
 def _ready(item: Any) -> int:
