@@ -21,14 +21,15 @@ class Normalize(nn.Module):
         channels_last: Whether the result has the memory format of colour images in memory.
 
     Example:
-        >>> Normalize(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))(torch.tensor([[2.0, 10.0]]))
+        >>> mean, std = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
+        >>> Normalize(mean, std, scale=1.0, channels_last=False)(torch.tensor([[2.0, 10.0]]))
         tensor([[1., 2.]])
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Tensor, std: Tensor, scale: float = 1.0, channels_last: bool = False) -> None:
+    def __init__(self, mean: Tensor, std: Tensor, scale: float, channels_last: bool) -> None:
         super().__init__()
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
