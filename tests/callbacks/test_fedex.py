@@ -53,7 +53,8 @@ def test_with_one_configuration_nothing_ever_moves():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_theta_stays_on_the_simplex(schedule):
+def test_theta_begins_and_stays_on_the_simplex(schedule):
+    assert torch.allclose(FedExFixBN().log_theta.exp(), 2 * UNIFORM[:2])
     generator = torch.Generator().manual_seed(0)
     log_theta, past = torch.full((3,), -math.log(3), dtype=torch.float64), 0.0
     for _ in range(200):

@@ -303,6 +303,17 @@ def test_how_data_are_batched_and_loaded_does_not_make_them_others():
     assert known(4, 0) == known(8, 2)
 
 
+def test_the_first_and_the_last_sample_of_computed_data_count():
+    def known(changed):
+        class Changed(Squares):
+            def __getitem__(self, index):
+                return super().__getitem__(index + 100 * (index == changed))
+
+        return of_clients(Changed())["training"]
+
+    assert len({known(changed) for changed in (None, 0, 19)}) == 3
+
+
 class Squares(Dataset):
     """A data set that is computed."""
 

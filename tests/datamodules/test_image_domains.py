@@ -56,6 +56,7 @@ def test_the_split_of_a_domain_does_not_depend_on_the_others(tmp_path):
     (tmp_path / "office" / "webcam" / "mug" / "b0.png").unlink()
     again = ImageDomains(root, 8, test_fraction=0.25).load()
     assert torch.equal(again.test_images[:6], whole.test_images[:6])
+    assert not torch.equal(whole.test_images[2:6, 2], whole.test_images[6:, 2])  # the images' numbers
 
 
 def test_fedbn_trains_on_them(tmp_path):

@@ -184,6 +184,13 @@ def test_whoever_draws_in_an_exchange_all_go_on_with_the_same_generators(size, t
     assert all(torch.equal(state, expected) for state in in_ranks(size, drawing, tmp_path))
 
 
+def test_an_exchange_leaves_a_gpu_that_is_not_used_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("uses the GPU"))
+    assert Ranks().exchange(lambda: 7) == [7]
+
+
 @SIZES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_complete_fills_in_the_rows_of_others(size, dtype, tmp_path):

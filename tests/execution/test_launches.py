@@ -27,6 +27,7 @@ from fl_lightning.experiments.run.trainer import make_trainer
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.launched import launched_rank
+from fl_lightning.ranks import LostRank
 from tests.support.command_line import attempts, rows, run, write_config
 from tests.support.slurm_cluster import needs_slurm
 
@@ -119,6 +120,34 @@ def test_torchrun_decides_the_ranks_and_machines_of_a_trainer(monkeypatch):
     trainer = make_trainer({"accelerator": "cpu"})
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
     assert isinstance(trainer.strategy, CohortStrategy)
+
+
+@pytest.mark.parametrize(
+    ("file", "url", "variables"),
+    [("ranks", "file://ranks", ["lo", None]), (None, "env://", [None, "127.0.0.1"])],
+)
+def test_copies_on_one_machine_meet_at_a_file_and_others_at_an_address(file, url, variables, monkeypatch):
+    def meet(place, *_, **__):
+        assert place == url
+        assert [os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR")] == variables
+        raise RuntimeError
+
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("fl_lightning.execution.strategy.rendezvous", meet)
+    strategy = make_trainer({"accelerator": "cpu", "devices": 2}).strategy
+    strategy.meeting_place = file
+    with pytest.raises(LostRank):
+        strategy._join()
+
+
+def test_a_notebook_may_have_ranks_but_not_many_more_than_cores(monkeypatch):
+    monkeypatch.setattr("fl_lightning.execution.strategy.usable_cores", lambda: 2)
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    assert make_trainer({"accelerator": "cpu", "devices": 10}).world_size == 10
+    with pytest.raises(ConfigurationError, match=r"11 ranks are too many for 2 CPU cores.*use 2, at most 10"):
+        make_trainer({"accelerator": "cpu", "devices": 11})
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,10 @@ def test_time_is_where_it_was_spent(slow, tmp_path):
     seen = Rows()
     methods = [SlowCallback(), seen] if slow == "callbacks" else [seen]
     logger = SlowLogger(tmp_path) if slow == "logging" else False
+    started = time.perf_counter()
     fit(module, blobs(), 3, methods, limit_val_batches=1, logger=logger)
     row = seen.rows[-1]
-    assert row[f"time/{slow}_s"] >= 0.9 * NAP
+    assert 0.9 * NAP <= row[f"time/{slow}_s"] < time.perf_counter() - started
     if slow not in ("evaluation", "logging"):
         assert row["time/round_s"] >= row[f"time/{slow}_s"]
         assert max(PARTS, key=row.get) == f"time/{slow}_s"

@@ -88,6 +88,13 @@ def test_state_that_is_no_tensor_is_saved_and_loaded(tmp_path, monkeypatch):
     assert again.module.model.extra == {"classes": ["a", "b"]}
 
 
+def test_a_module_tells_as_torch_does_which_tensors_a_state_lacks():
+    module = FederatedModule(small_cnn("bn"), SGD, local_steps=1)
+    state = module.state_dict()
+    del state["8.bias"]
+    assert module.load_state_dict(state, strict=False).missing_keys == ["8.bias"]
+
+
 def test_two_ranks_train_a_model_with_state_that_is_no_tensor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = a_run(Extra({"classes": ["a"]}), devices=2).fit()
