@@ -10,9 +10,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.stopwatch import Stopwatch
+from fl_lightning.clients import ClientTask
 from fl_lightning.datamodules.images import Images
-from fl_lightning.execution import sequential, vectorized
-from fl_lightning.execution.base import client_losses
 from fl_lightning.optimizers.client import ClientOptimizer
 
 
@@ -65,8 +64,7 @@ def compute_watched() -> Iterator[Inside]:
     vmap = torch.func.vmap
     with ExitStack() as patches:
         for owner, name, replacement in (
-            (sequential, "client_losses", timed(client_losses)),
-            (vectorized, "client_losses", timed(client_losses)),
+            (ClientTask, "losses", timed(ClientTask.losses)),
             (torch.func, "vmap", timed_vmap),
             (torch.autograd, "grad", timed(torch.autograd.grad)),
             (Images, "batch", timed(Images.batch)),

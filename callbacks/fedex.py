@@ -284,7 +284,7 @@ def held_out_losses(pl_module: FederatedModule, cohort: Cohort, rows: Sequence[i
         state = {**cohort.params.row(row), **cohort.buffers.row(row)}
         seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, client)
         # evaluating last: layers that merge weights in eval mode must merge the client's
-        with seeded(seed), pl_module.slots.filled(state), evaluating(pl_module.model):
-            return pl_module.client_loss(pl_module.on_device(batch)).double()
+        with seeded(seed), pl_module.client.slots.filled(state), evaluating(pl_module.model):
+            return pl_module.client.client_loss(pl_module.on_device(batch)).double()
 
     return torch.stack([loss(row) for row in rows])

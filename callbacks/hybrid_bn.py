@@ -12,7 +12,6 @@ from fl_lightning import Cohort, FederatedModule, SwappedBatchNorm, swap_batch_n
 from fl_lightning.batch_norm import batch_norm_layers, evaluating, total_variance
 from fl_lightning.cohort import ClientMemory, StateSlots
 from fl_lightning.errors import check_number
-from fl_lightning.execution import client_loss
 from fl_lightning.methods import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 
@@ -165,7 +164,7 @@ class HybridBN(VariantEvaluation):
             ):
                 for layer in layers.values():
                     layer.training = True
-                client_loss(pl_module, pl_module.on_device(batches.union().batches()[0]))
+                pl_module.client.explained_loss(pl_module.on_device(batches.union().batches()[0]))
                 found = {
                     f"HybridBN {name}": torch.stack([*map(layer.get_buffer, HybridBatchNorm.scratch)]).cpu()
                     for name, layer in layers.items()

@@ -6,6 +6,10 @@ from .callbacks.observers.network_link import NetworkLink as NetworkLink
 from .cli.trained_model import load_model as load_model
 from .client_data.federated import ClientDataModule as ClientDataModule
 from .client_data.federated import FederatedDataModule as FederatedDataModule
+from .clients.network import NetworkTask as NetworkTask
+from .clients.tasks import Classification as Classification
+from .clients.tasks import Segmentation as Segmentation
+from .clients.tasks import Task as Task
 from .cohort.client_memory import ClientMemory as ClientMemory
 from .cohort.cohort import Cohort as Cohort
 from .errors import ConfigurationError as ConfigurationError
@@ -33,8 +37,5 @@ from .optimizers.server import FedAdam as FedAdam
 from .optimizers.server import FedYogi as FedYogi
 from .round.failures import ClientFailures as ClientFailures
 from .round.module import FederatedModule as FederatedModule
-from .round.tasks import Classification as Classification
-from .round.tasks import Segmentation as Segmentation
-from .round.tasks import Task as Task
 
 __version__: str

@@ -87,7 +87,7 @@ class ClassifierBias(Observer):
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Forget the models of an earlier run, unless the run is resumed."""
-        pl_module.require_outputs("ClassifierBias")
+        pl_module.client.require_outputs("ClassifierBias")
         if not pl_module.trainer.current_epoch:
             self.models = []
 
@@ -132,10 +132,10 @@ class ClassifierBias(Observer):
         data, train, outputs = pl_module.data, ServerEvaluation(), _Outputs()
         for index, (client, step) in enumerate(self._train_batches(pl_module)):
             batch = pl_module.on_device(data.cohort_batch([client], [step]).batches()[0])
-            train.divide(pl_module, batch, index, pl_module.evaluate_batch)
+            train.divide(pl_module, batch, index, pl_module.client.evaluate_batch)
         loader = data.test_dataloader() if pl_module.trainer.testing else data.val_dataloader()
         for index, batch in enumerate(every_batch(loader)):
-            outputs.divide(pl_module, pl_module.on_device(batch), index, pl_module.evaluate_batch)
+            outputs.divide(pl_module, pl_module.on_device(batch), index, pl_module.client.evaluate_batch)
         metrics = {f"train_{name}": value for name, value in train.finish().items()}
         if suffix:
             metrics |= outputs.finish()

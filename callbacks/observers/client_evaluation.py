@@ -80,14 +80,14 @@ class ClientEvaluation(Report, Observer):
         self._main = main_metric(pl_module.task, values)
         for form in ("client_{}", *([] if self._personal else ["own_{}"])):
             for name, value in spread_over_clients(values, pl_module.task.best, form).items():
-                pl_module.log(pl_module.metric_name(split, name), value)
+                pl_module.log(pl_module.client.metric_name(split, name), value)
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
 
     def _evaluate(self, pl_module: FederatedModule, client: int, split: str) -> dict[str, float]:
         with pl_module.trainer.precision_plugin.val_step_context():
             by_class = pl_module.evaluation.class_quality
-            metrics, _ = evaluate_client(pl_module, client, split, pl_module.evaluate_batch, by_class)
+            metrics, _ = evaluate_client(pl_module, client, split, pl_module.client.evaluate_batch, by_class)
         return {name: value for name, value in metrics.items() if not isnan(value)}
 
     def result_lines(self) -> Mapping[str, str]:

@@ -59,14 +59,14 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
         cohort: The round's cohort after every ``on_round_start`` and before its first local step.
         union: Whether to compute the union's gradient. If False, ``union_gradient`` is empty.
     """
-    slots, ranks, everyone = pl_module.slots, pl_module.ranks, list(range(len(cohort)))
+    slots, ranks, everyone = pl_module.client.slots, pl_module.ranks, list(range(len(cohort)))
     joint = pl_module.joint_method is not None
     rows = everyone if joint else list(ranks.share(len(cohort)))
     with isolate_rng(), ExitStack() as without_dropout, _observed(pl_module.model) as layers:
         for layer in pl_module.model.modules():
             if isinstance(layer, Dropout):
                 without_dropout.enter_context(evaluating(layer))
-        pl_module.slots = StateSlots(pl_module.model)
+        pl_module.client.slots = StateSlots(pl_module.model)
         try:
             clients = _beside(pl_module, cohort, common=False)
             batches = pl_module.client_batches(clients, everyone, 0)
@@ -76,7 +76,7 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
                 if rows != everyone:
                     part = BatchStack(batches=[batches.batches()[row] for row in rows])
                 if rows:
-                    _executor(pl_module).backward(pl_module, clients, part.map(copied), rows)
+                    _executor(pl_module).backward(pl_module.client, clients, part.map(copied), rows)
 
             ranks.exchange(compute)
             if not joint:
@@ -84,9 +84,9 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
             twin = _beside(pl_module, cohort, common=True) if union else None
             if twin is not None:
                 with averaging_by(lambda statistic, _: mean_of_all(statistic, 1)):
-                    _executor(pl_module).backward(pl_module, twin, batches.union(), [0])
+                    _executor(pl_module).backward(pl_module.client, twin, batches.union(), [0])
         finally:
-            pl_module.slots = slots
+            pl_module.client.slots = slots
     sizes = torch.tensor(batches.sizes(), dtype=torch.float64)
     averaged = [block for block in cohort.params.layout if cohort.treatment(block) == "averaged"]
     names = [name for block in averaged for name in cohort.params.layout[block].shapes]
@@ -108,7 +108,8 @@ def _beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -> Roun
         common: Whether the second cohort has only one client, the union. It starts from the
             server's state, except for state that is equal for all clients and not local.
     """
-    groups, parts, group_of = pl_module.parameter_groups, pl_module.parts, pl_module.group_of
+    client, parts = pl_module.client, pl_module.parts
+    groups, group_of = client.parameter_groups, client.group_of
     count = 1 if common else len(cohort)
     copy = RoundCohort(pl_module.model, count, groups, parts=parts, groups=group_of)
     copy.broadcast(
@@ -117,7 +118,7 @@ def _beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -> Roun
         weights=torch.full((count,), 1 / count, dtype=torch.float64),
         local_steps=[1] * count,
         policy=cohort.policy,
-        optimizer=pl_module.client_optimizer,
+        optimizer=client.optimizer,
     )
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:

@@ -121,7 +121,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         possible: dict[str, Adaptation | None] = {"server": None}
         if layers:
             possible |= {"adabn": adapt_statistics, "mixture": partial(moving_statistics, tau=self.tau)}
-        classifies = isinstance(pl_module.task, Classification) and pl_module.client_module is None
+        classifies = isinstance(pl_module.task, Classification)
         if classifies and any(layer.affine for layer in layers):
             possible["tent"] = partial(entropy_steps, lr=self.tent_lr)
         return possible | {"fine_tuned": None}
@@ -163,7 +163,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
         def measured(job: tuple[str, int]) -> Mapping[str, float]:
             name = "{} {}".format(*job)
             if job[0] in ("trained", "server"):
-                evaluate, quality = pl_module.evaluate_batch, pl_module.evaluation.class_quality
+                evaluate, quality = pl_module.client.evaluate_batch, pl_module.evaluation.class_quality
             else:
                 evaluate = partial(self.evaluate, pl_module, self._tensors[name])
                 quality = evaluations[name].class_quality

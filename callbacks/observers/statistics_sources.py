@@ -131,7 +131,7 @@ class StatisticsSources(Observer, VariantEvaluation):
                     f"way; use only the sources {', '.join((*_MEASURED, 'batch'))}"
                 )
         balanced = [source for source in self._chosen if source in _BALANCED]
-        classifies = isinstance(pl_module.task, Classification) and pl_module.client_module is None
+        classifies = isinstance(pl_module.task, Classification)
         if balanced and not classifies:
             raise ConfigurationError(
                 f"StatisticsSources.sources: {balanced[0]} needs one class for each sample, and a model that returns class scores; leave "

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
+from fl_lightning.clients.tasks import Classification
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.dashboard.workspace import Metrics, publish
 from fl_lightning.experiments.run_directory.describe import shown_metrics
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.files import user_path
-from fl_lightning.round.tasks import Classification
 
 
 @command()

@@ -239,7 +239,7 @@ class FederatedCLI(LightningCLI):
         if isinstance(loader, list):  # the loaders of all clients
             raw = [*chain.from_iterable(raw)] if len(loader) > 1 else raw
             loader = chain.from_iterable(loader)
-        own = self.model.predicts_itself
+        own = self.model.client.predicts
         outputs = raw if own else [*map(self.model.task.scores, raw)]
         # with trainer.limit_predict_batches, the last batches have no predictions
         batches = islice(loader, len(raw))

@@ -88,9 +88,8 @@ class _Restored:
             )
         if not isinstance(self.personal, LocalState):  # its model is trained on the client's data
             self._restore(self.run.config["data"]).setup("fit")
-        if (own := self.module.client_module) is not None:
-            own.attach(self.module)  # configure_optimizers, which decides the layout, may use the trainer
-            own.rounds = max(int(self.run.config["trainer"]["max_epochs"]), 1)
+        # configure_optimizers, which decides the layout, may use the trainer
+        self.module.client.attach(max(int(self.run.config["trainer"]["max_epochs"]), 1))
         of_server = self.module.model.state_dict()
         own_state = self.personal.state_of_client(self.module, number)
         absent = isinstance(self.personal, LocalState) and number not in self.personal.memory
@@ -168,8 +167,8 @@ def main(args: Sequence[str]) -> None:
             restored.trainer.test(restored.module, datamodule=restored.data)
             return
         outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
-        names = None if restored.module.predicts_itself else restored.data.class_names
-        if not restored.module.predicts_itself:
+        names = None if restored.module.client.predicts else restored.data.class_names
+        if not restored.module.client.predicts:
             outputs = [restored.module.task.scores(output) for output in outputs]
         place = options.output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
         print(write_rows(user_file("output", place), samples, outputs, names))

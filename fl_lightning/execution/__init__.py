@@ -1,16 +1,14 @@
 """Executors, which compute the clients' forward and backward passes."""
 
-from fl_lightning.execution.base import ClientTask, Executor, client_loss
+from fl_lightning.execution.base import Executor
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor, joint_executor
 
 __all__ = [
-    "ClientTask",
     "Executor",
     "GraphExecutor",
     "SequentialExecutor",
     "VectorizedExecutor",
-    "client_loss",
     "joint_executor",
 ]

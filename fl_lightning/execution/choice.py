@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.clients.task import ClientTask
+from fl_lightning.execution.base import Executor
 from fl_lightning.execution.compiling import custom_layer, is_custom
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.graphs import GraphExecutor
@@ -29,7 +30,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_executor(module: ClientTask, num_clients: int) -> Choice:
+def choose_executor(task: ClientTask, num_clients: int) -> Choice:
     """Choose the executor that is probably fastest.
 
     On a GPU, the choice is ``GraphExecutor``. If layers, their hooks or the loss are the user's own
@@ -37,28 +38,29 @@ def choose_executor(module: ClientTask, num_clients: int) -> Choice:
     the choice is ``SequentialExecutor``. The results of all executors differ only by rounding.
 
     Args:
-        module: The federated module, on its device.
+        task: The federated task, on its device.
         num_clients: Number of clients in a round.
     """
-    if module.device.type == "cuda":
-        if (custom := _custom_code(module)) is None:
-            return Choice(GraphExecutor(), f"each client's passes are a CUDA graph on {module.device}")
-        reason = f"{num_clients} clients at once on {module.device}; no CUDA graphs of {custom}"
+    if task.device.type == "cuda":
+        if (custom := _custom_code(task)) is None:
+            return Choice(GraphExecutor(), f"each client's passes are a CUDA graph on {task.device}")
+        reason = f"{num_clients} clients at once on {task.device}; no CUDA graphs of {custom}"
         return Choice(VectorizedExecutor(where_possible=True), reason)
     threads = torch.get_num_threads()
-    ranks = module.trainer.world_size if getattr(module, "_trainer", None) is not None else 1
+    trainer = task.run._trainer
+    ranks = trainer.world_size if trainer is not None else 1
     reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
     return Choice(SequentialExecutor(), reason)
 
 
-def _custom_code(module: ClientTask) -> str | None:
+def _custom_code(task: ClientTask) -> str | None:
     """Describe code of the user's own in a client's passes. Return None if there is no such code."""
-    if (name := custom_layer(module.model)) is not None:
+    if (name := custom_layer(task.model)) is not None:
         return f"the custom layer {name}"
-    for layer in module.model.modules():
+    for layer in task.model.modules():
         if any(map(is_custom, (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()))):
             return f"a custom hook of a layer {type(layer).__name__}"
-    if is_custom(module.loss) or is_custom(type(module).client_loss):
+    if is_custom(task.loss) or is_custom(type(task).client_loss):
         return "a custom loss"
     return None
 

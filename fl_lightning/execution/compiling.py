@@ -11,8 +11,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fl_lightning.clients.task import ClientTask
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.execution.base import ClientTask, Compilation
+from fl_lightning.execution.base import Compilation
 
 _WORTH_IT = 1.5e11
 """Smallest number of values in BN layers for which compiling saves time in a run.
@@ -35,7 +36,7 @@ A model that needs more graphs probably changes in each step.
 
 def decide(
     setting: bool | Literal["auto"],
-    module: ClientTask,
+    task: ClientTask,
     client_steps: int,
     batch: Callable[[], Any],
     before: bool | None,
@@ -47,7 +48,7 @@ def decide(
 
     Args:
         setting: The executor's setting ``compile``.
-        module: The federated module.
+        task: The federated task.
         client_steps: Number of local steps of all clients in the run.
         batch: Function that returns a client's first batch.
         before: Decision in the checkpoint of a resumed run; None for a new run.
@@ -64,8 +65,8 @@ def decide(
     elif before is not None:
         choice = Compilation(before, "as before")
     else:
-        choice = _worth_it(module, client_steps, batch)
-    trouble = _trouble() if choice.compiled and module.device.type == "cpu" else None
+        choice = _worth_it(task, client_steps, batch)
+    trouble = _trouble() if choice.compiled and task.device.type == "cpu" else None
     if trouble is None:
         return choice
     if setting != "auto":
@@ -76,16 +77,16 @@ def decide(
     return Compilation(False, trouble)
 
 
-def _worth_it(module: ClientTask, client_steps: int, batch: Callable[[], Any]) -> Compilation:
-    if module.device.type != "cpu":
-        return Compilation(False, f"no saving of time is known on {module.device.type}")
+def _worth_it(task: ClientTask, client_steps: int, batch: Callable[[], Any]) -> Compilation:
+    if task.device.type != "cpu":
+        return Compilation(False, f"no saving of time is known on {task.device.type}")
     if client_steps < _FEWEST_STEPS:
         return Compilation(False, f"it would save no time: {client_steps:,} local steps in all")
-    if custom := custom_layer(module.model):
+    if custom := custom_layer(task.model):
         return Compilation(False, f"{custom} is a custom layer and may change in each step")
-    values = _count(module, batch())
+    values = _count(task, batch())
     if values is None:
-        return Compilation(False, f"{type(module.model).__name__} depends on values in its forward pass")
+        return Compilation(False, f"{type(task.model).__name__} depends on values in its forward pass")
     compiled = client_steps * (values.normalised - 2 * values.pooled) >= _WORTH_IT
     words = f"{client_steps:,} local steps with {values.normalised:,} values in BN layers"
     words += f", {values.pooled:,} in max pooling" if values.pooled else ""
@@ -120,17 +121,17 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         return func(*args, **(kwargs or {}))
 
 
-def _count(module: ClientTask, batch: Any) -> _Counting | None:
+def _count(task: ClientTask, batch: Any) -> _Counting | None:
     """Count the values in a forward pass with fake tensors, which have shapes but no data.
 
     Return None if the pass fails.
     """
-    state = dict([*module.model.named_parameters(), *module.model.named_buffers()])
+    state = dict([*task.model.named_parameters(), *task.model.named_buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _Counting() as counting:
         fake = {name: mode.from_tensor(value) for name, value in state.items()}
         try:
-            with module.slots.filled(fake):
-                module.client_loss(batch)
+            with task.slots.filled(fake):
+                task.client_loss(batch)
         except Exception:  # noqa: BLE001  # the first local step explains a mistake of the user
             return None
     return counting  # type: ignore[no-any-return]  # torch gives the mode no types

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torchmetrics import Metric
 
 from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.clients.task import ClientTask
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, doing
-from fl_lightning.execution.base import ClientTask, Executor
+from fl_lightning.execution.base import Executor
 from fl_lightning.execution.cuda_graphs import LANES, CudaGraphs, NotRecordable, cause_of
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
@@ -106,36 +107,34 @@ class GraphExecutor(SequentialExecutor):
         return self._instead.clients_together(clients) if self._instead else None
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+        self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
-        if module.device.type != self.device_type:
-            return super().backward(module, cohort, batch, rows)
+        if task.device.type != self.device_type:
+            return super().backward(task, cohort, batch, rows)
         if self._instead is None:
             try:
-                return self._replayed(module, cohort, batch, list(rows))
+                return self._replayed(task, cohort, batch, list(rows))
             except (NotRecordable, CannotVectorize, torch.OutOfMemoryError) as error:
                 reason = str(error).partition("\n")[0]
             self._drop()
             torch.cuda.empty_cache()
             self._instead = VectorizedExecutor(where_possible=True)
             _log.warning("no CUDA graphs, VectorizedExecutor computes the local steps: %s", reason)
-        return self._instead.backward(module, cohort, batch, rows)
+        return self._instead.backward(task, cohort, batch, rows)
 
-    def _replayed(
-        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: list[int]
-    ) -> Tensor:
+    def _replayed(self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: list[int]) -> Tensor:
         self._use(cohort)
-        clients = self._fill(cohort, batch, rows, self._conditions(module, cohort))
+        clients = self._fill(cohort, batch, rows, self._conditions(task, cohort))
         # record and compare before any client takes the step: a failure must leave all rows unchanged
         for client in clients:
             if client.key not in self._graphs:
-                self._graphs[client.key] = self._record(module, cohort, client)
+                self._graphs[client.key] = self._record(task, cohort, client)
             if self._graphs[client.key].uses < _TRIALS:
-                self._compare(module, cohort, client)
+                self._compare(task, cohort, client)
         graphs = [self._graphs[client.key] for client in clients]
         for client, graph in zip(clients, graphs, strict=True):
-            self._replay(module, cohort, client, graph)
+            self._replay(task, cohort, client, graph)
         self._lanes.join(sorted({graph.lane for graph in graphs}))
         for client, graph in zip(clients, graphs, strict=True):
             graph.uses += 1
@@ -158,10 +157,10 @@ class GraphExecutor(SequentialExecutor):
         if self._lanes is None:
             self._lanes = self.recorder(blocks[0].device)
 
-    def _conditions(self, module: ClientTask, cohort: RoundCohort) -> Any:
+    def _conditions(self, task: ClientTask, cohort: RoundCohort) -> Any:
         """Return everything outside of the rows and batches that the Python code of a pass may read."""
-        weights = module.loss.buffers() if isinstance(module.loss, nn.Module) else ()
-        read = (value for part in _parts(module) for value in _settings(part))
+        weights = task.loss.buffers() if isinstance(task.loss, nn.Module) else ()
+        read = (value for part in _parts(task) for value in _settings(part))
         return tuple(cohort.trained_names), *read, *(weight.data_ptr() for weight in weights)
 
     def _fill(
@@ -185,55 +184,55 @@ class GraphExecutor(SequentialExecutor):
                 clients.append(_Client(row, fixed, (row, key, conditions)))
         return clients
 
-    def _record(self, module: ClientTask, cohort: RoundCohort, client: _Client) -> _Graph:
+    def _record(self, task: ClientTask, cohort: RoundCohort, client: _Client) -> _Graph:
         """Compute a client's passes once, as a warm-up, and then record the passes."""
         row = client.row
         with _unchanged(cohort, client):
-            self._lanes.seed(_seed(module, cohort, row))
-            loss, logged = self._passes(module, cohort, row, client.batch)
-            keep = module.keeper()
-            if (reason := module.cannot_replay()) is not None:
+            self._lanes.seed(_seed(task, cohort, row))
+            loss, logged = self._passes(task, cohort, row, client.batch)
+            keep = task.keeper()
+            if (reason := task.cannot_replay()) is not None:
                 raise NotRecordable(reason)
-            draws, held = self._lanes.has_drawn(), _held(module)
+            draws, held = self._lanes.has_drawn(), _held(task)
             if self._losses is None:
                 self._losses = loss.new_empty(self._room)
             places = [self._losses[row], *(x.clone() for x in logged.values())]
             # graphs that draw cannot overlap, because the generator's seed is at one place in memory
             lane = 0 if draws else row % LANES
             try:
-                replay = self._lanes.record(partial(self._fixed, module, cohort, client, places), lane)
+                replay = self._lanes.record(partial(self._fixed, task, cohort, client, places), lane)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise NotRecordable(cause_of(module.model, error)) from error
-            for part, name, *_ in sorted(_held(module) - held)[:1]:
+                raise NotRecordable(cause_of(task.model, error)) from error
+            for part, name, *_ in sorted(_held(task) - held)[:1]:
                 raise NotRecordable(f"the forward pass writes the attribute {name!r} of {part}")
         named = dict(zip(logged, places[1:], strict=True))
         return _Graph(replay, places[0], lane, draws, cohort.left_out(row), named, keep)
 
-    def _fixed(self, module: ClientTask, cohort: RoundCohort, client: _Client, places: list[Tensor]) -> None:
+    def _fixed(self, task: ClientTask, cohort: RoundCohort, client: _Client, places: list[Tensor]) -> None:
         """Compute a client's passes, and write the loss and the logged values to fixed places."""
-        loss, logged = self._passes(module, cohort, client.row, client.batch)
+        loss, logged = self._passes(task, cohort, client.row, client.batch)
         for place, value in zip(places, [loss, *logged.values()], strict=True):
             place.copy_(value)
 
-    def _replay(self, module: ClientTask, cohort: RoundCohort, client: _Client, graph: _Graph) -> None:
+    def _replay(self, task: ClientTask, cohort: RoundCohort, client: _Client, graph: _Graph) -> None:
         with self._lanes.lane(graph.lane):
             if graph.draws:
-                self._lanes.seed(_seed(module, cohort, client.row))
+                self._lanes.seed(_seed(task, cohort, client.row))
             graph.replay()
 
-    def _compare(self, module: ClientTask, cohort: RoundCohort, client: _Client) -> None:
+    def _compare(self, task: ClientTask, cohort: RoundCohort, client: _Client) -> None:
         """Compare a replay with a computation, for the current batch and state."""
         graph = self._graphs[client.key]
         with _unchanged(cohort, client):
-            self._lanes.seed(_seed(module, cohort, client.row))
-            with doing(f"computing {module.named(cohort.client_ids[client.row])}"):
-                loss, logged = self._passes(module, cohort, client.row, client.batch)
+            self._lanes.seed(_seed(task, cohort, client.row))
+            with doing(f"computing {task.named(cohort.client_ids[client.row])}"):
+                loss, logged = self._passes(task, cohort, client.row, client.batch)
             computed = [("losses", loss), *((f"{n!r}", x) for n, x in logged.items())]
             computed += [(n, x.clone()) for n, x in _results(cohort, client.row)]
         with _unchanged(cohort, client):
-            self._replay(module, cohort, client, graph)
+            self._replay(task, cohort, client, graph)
             self._lanes.join([graph.lane])
             replayed = [("losses", graph.loss.clone()), *((n, x.clone()) for n, x in graph.logged.items())]
             replayed += [(n, x.clone()) for n, x in _results(cohort, client.row)]
@@ -244,18 +243,18 @@ class GraphExecutor(SequentialExecutor):
             off = float(torch.where(same, 0.0, first - second).norm())
             if not off <= _TOLERANCE * float(first.norm()) + 1e-4 * norm * (name == "gradients"):
                 raise NotRecordable(
-                    f"{name} of a replayed local step of {type(module.model).__name__} differ from computed ones"
+                    f"{name} of a replayed local step of {type(task.model).__name__} differ from computed ones"
                 )
 
 
-def _seed(module: ClientTask, cohort: RoundCohort, row: int) -> int:
-    return derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+def _seed(task: ClientTask, cohort: RoundCohort, row: int) -> int:
+    return derive_seed(task.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
 
 
-def _parts(module: ClientTask) -> list[Any]:
+def _parts(task: ClientTask) -> list[Any]:
     """Return the loss, and the layers without metric objects, which a pass resets."""
-    layers = [layer for layer in module.model.modules() if not isinstance(layer, Metric)]
-    return [*layers, module.loss, getattr(module.loss, "__self__", None)]
+    layers = [layer for layer in task.model.modules() if not isinstance(layer, Metric)]
+    return [*layers, task.loss, getattr(task.loss, "__self__", None)]
 
 
 def _settings(part: Any) -> Iterator[Any]:
@@ -279,11 +278,11 @@ def _plain(value: Any) -> Any:
     return value if type(value) in _SCALARS else id(value)
 
 
-def _held(module: ClientTask) -> set[tuple[Any, ...]]:
+def _held(task: ClientTask) -> set[tuple[Any, ...]]:
     """Return what attributes hold, except for tensors that a pass makes, which a replay makes as well."""
     return {
         (type(part).__name__, name, id(part), *map(_plain, tree_leaves(value)))
-        for part in [module, *_parts(module)]
+        for part in [*task.written_by_steps, *_parts(task)]
         for name, value in getattr(part, "__dict__", {}).items()
         if not isinstance(value, Tensor) or value.grad_fn is None
     }

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.clients.task import ClientTask
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.execution.base import ClientTask, Compilation, Executor, client_losses
+from fl_lightning.execution.base import Compilation, Executor
 from fl_lightning.execution.compiling import compiled_calls
 from fl_lightning.randomness import derive_seed, seed_global
 
@@ -51,15 +52,15 @@ class SequentialExecutor(Executor):
         return self._compiled is not None and self._compiled[0] is model
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+        self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
-        with self._fast(module.model) if self.compilation.compiled else nullcontext():
+        with self._fast(task.model) if self.compilation.compiled else nullcontext():
             losses = []
             for row, client_batch in batches:
-                with doing(f"computing {module.named(cohort.client_ids[row])}"):
-                    losses.append(self._client(module, cohort, row, client_batch))
+                with doing(f"computing {task.named(cohort.client_ids[row])}"):
+                    losses.append(self._client(task, cohort, row, client_batch))
             return torch.stack(losses)
 
     def _fast(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -68,29 +69,29 @@ class SequentialExecutor(Executor):
         assert self._compiled is not None
         return compiled_calls(*self._compiled)
 
-    def _client(self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
+    def _client(self, task: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """Compute a client's local step, and return its loss.
 
         A separate method frees each client's memory early, which limits fragmentation.
         """
         # seed the random numbers of layers such as stochastic depth
-        seed = derive_seed(module.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
-        seed_global(seed, module.device)
-        loss, logged = self._passes(module, cohort, row, batch)
-        module.keeper()([cohort.client_ids[row]], logged)
+        seed = derive_seed(task.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
+        seed_global(seed, task.device)
+        loss, logged = self._passes(task, cohort, row, batch)
+        task.keeper()([cohort.client_ids[row]], logged)
         return loss
 
     def _passes(
-        self, module: ClientTask, cohort: RoundCohort, row: int, batch: Any
+        self, task: ClientTask, cohort: RoundCohort, row: int, batch: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a client's loss, gradients and buffers. Return the loss and the logged values."""
         state = cohort.row_state(row)
-        with module.slots.filled(state.tensors):
-            loss, objective = client_losses(module, batch)
-            logged = {name: value[None] for name, value in module.logged().items()}
+        with task.slots.filled(state.tensors):
+            loss, objective = task.losses(batch)
+            logged = {name: value[None] for name, value in task.logged().items()}
             # compute gradients in this block: hooks and checkpointed layers need the client's state
             gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
-            updated = module.slots.read(state.tensors)
+            updated = task.slots.read(state.tensors)
         cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
         cohort.put_gradients(row, gradients)
         return loss.detach(), logged

@@ -14,9 +14,10 @@ from fl_lightning.batch_norm.joint import averaging_by, mean_of_all
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.stacked import StackedBatchNorm
 from fl_lightning.client_data.batches import BatchStack, require_one
+from fl_lightning.clients.task import ClientTask, cannot_vectorize
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
-from fl_lightning.execution.base import ClientTask, Executor, cannot_vectorize, client_losses
+from fl_lightning.execution.base import Executor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.ranks import Ranks
 
@@ -58,7 +59,7 @@ class VectorizedExecutor(Executor):
         self.user, self.instead = "executor VectorizedExecutor", "use SequentialExecutor"
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+        self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         rows, done = list(rows), 0
@@ -66,7 +67,7 @@ class VectorizedExecutor(Executor):
             parts = []
             for group in groups:
                 part = BatchStack(batches=[batch.batches()[i] for i in group])
-                parts.append(self.backward(module, cohort, part, [rows[i] for i in group]))
+                parts.append(self.backward(task, cohort, part, [rows[i] for i in group]))
             return torch.cat(parts)[torch.tensor([*chain(*groups)]).argsort()]
         losses: list[Tensor] = []
         while done < len(rows):
@@ -77,7 +78,7 @@ class VectorizedExecutor(Executor):
                 part = tree_map(lambda x: x[done : done + size].clone(), stack)  # noqa: B023  # used at once
                 ids = [cohort.client_ids[row] for row in (rows[done], rows[done + size - 1])]
                 with doing(f"computing clients {ids[0]} to {ids[1]} at once"):
-                    losses.append(self._block(module, cohort, part, rows[done : done + size]))
+                    losses.append(self._block(task, cohort, part, rows[done : done + size]))
             except torch.OutOfMemoryError:
                 if size == 1 or not self._in_blocks:
                     raise
@@ -93,7 +94,7 @@ class VectorizedExecutor(Executor):
             done += size
         if done < len(rows):
             rest = BatchStack(batches=batch.batches()[done:])
-            losses.append(SequentialExecutor().backward(module, cohort, rest, rows[done:]))
+            losses.append(SequentialExecutor().backward(task, cohort, rest, rows[done:]))
         return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def clients_together(self, clients: int) -> int:
@@ -116,8 +117,8 @@ class VectorizedExecutor(Executor):
     def _stack(self, batch: BatchStack) -> Any:
         return batch.stack()
 
-    def _block(self, module: ClientTask, cohort: RoundCohort, batch: Any, rows: list[int]) -> Tensor:
-        slots, trained, index = module.slots, cohort.trained_names, cohort.index(rows)
+    def _block(self, task: ClientTask, cohort: RoundCohort, batch: Any, rows: list[int]) -> Tensor:
+        slots, trained, index = task.slots, cohort.trained_names, cohort.index(rows)
         params = {name: value.requires_grad_() for name, value in cohort.params.copies(index).items()}
         buffers = cohort.buffers.copies(index)
 
@@ -125,21 +126,21 @@ class VectorizedExecutor(Executor):
             params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
         ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
             with slots.filled({**params, **buffers}):
-                loss, objective = client_losses(module, batch)
+                loss, objective = task.losses(batch)
                 if objective is not loss and not self._in_blocks:
                     raise ConfigurationError(
                         f"add_loss: {self.user} cannot have loss terms of layers; leave out the term or the method"
                     )
-                return loss, objective, slots.read(buffers), module.logged()
+                return loss, objective, slots.read(buffers), task.logged()
 
         versions = {name: value._version for name, value in params.items()}
-        with _numeric_momentum(module.model, buffers), StackedBatchNorm():
+        with _numeric_momentum(task.model, buffers), StackedBatchNorm():
             losses, objectives, updated, logged = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
         leaves = [params[name] for name in trained]
         try:  # hooks and checkpointed layers, which run here, may not support vmap
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
-            if (refusal := cannot_vectorize(module, error)) is not None:
+            if (refusal := cannot_vectorize(task.model, error)) is not None:
                 raise refusal from error
             raise
         filled = {
@@ -155,7 +156,7 @@ class VectorizedExecutor(Executor):
             cohort.grads.write(index, block, filled)
         for block in cohort.buffers.layout:
             cohort.buffers.write(index, block, updated)
-        module.keeper()([cohort.client_ids[row] for row in rows], logged)
+        task.keeper()([cohort.client_ids[row] for row in rows], logged)
         return losses.detach()
 
 
@@ -211,12 +212,12 @@ class _JointExecutor(VectorizedExecutor):
         self.instead = "a batch_size that each client's samples fill"
 
     def backward(
-        self, module: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+        self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         if self._ranks.size == 1:
-            return super().backward(module, cohort, batch, rows)
+            return super().backward(task, cohort, batch, rows)
         with averaging_by(self._mean):
-            return super().backward(module, cohort, batch, rows)
+            return super().backward(task, cohort, batch, rows)
 
     def _stack(self, batch: BatchStack) -> Any:
         stack = batch.stack()

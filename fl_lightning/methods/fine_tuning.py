@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.execution.base import client_losses
 from fl_lightning.randomness import derive_seed, seeded
 
 if TYPE_CHECKING:
@@ -48,13 +47,13 @@ def fine_tuned(
             .requires_grad_(value.requires_grad and (only is None or name in only))
             for name, value in (*model.named_parameters(), *model.named_buffers())
         }
-        optimizer = pl_module.client_optimizer([value for value in state.values() if value.requires_grad])
+        optimizer = pl_module.client.optimizer([value for value in state.values() if value.requires_grad])
         slots = StateSlots(model)
         with slots.filled(state):
             for step in range(epochs * data.steps_per_epoch(client)):
                 batch = data.cohort_batch([client], [step]).map(pl_module.on_device).batches()[0]
                 optimizer.zero_grad()
-                client_losses(pl_module, batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                pl_module.client.losses(batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                 optimizer.step()
             state = slots.read(state)  # a layer may assign its buffers
     return {name: value.detach().cpu() for name, value in state.items()}

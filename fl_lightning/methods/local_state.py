@@ -84,8 +84,8 @@ class LocalState(PersonalEvaluation):
 
     def client_model(self, pl_module: "FederatedModule", client: int) -> Mapping[str, Tensor]:
         """Return the local state of a client. Before round 1, it is empty."""
-        model, parts = pl_module.model, pl_module.parts
-        of_parameters = parameter_layout(model, pl_module.parameter_groups, parts, pl_module.group_of)
+        model, parts, task = pl_module.model, pl_module.parts, pl_module.client
+        of_parameters = parameter_layout(model, task.parameter_groups, parts, task.group_of)
         layout = {**of_parameters, **buffer_layout(model, parts)}
         state: dict[str, Tensor] = {}
         for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():

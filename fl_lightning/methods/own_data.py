@@ -15,13 +15,13 @@ from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.loaders import every_batch
+from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seeded
-from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
+    from fl_lightning.clients.tasks import Task
     from fl_lightning.round.module import FederatedModule
-    from fl_lightning.round.tasks import Task
 
 Adaptation = Callable[[nn.Module, Iterable[Any]], object]
 """Function that adapts a model in place to the inputs of evaluation data.
@@ -115,7 +115,7 @@ def evaluate_client(
         The known metrics by name, and whether an output was not finite. A metric that the client's
         data do not define, such as the AUROC of one class, is left out.
     """
-    evaluation = pl_module.new_evaluation()
+    evaluation = pl_module.client.new_evaluation()
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
         loader = pl_module.data.own_dataloader(client, split)
         has_data = False

@@ -8,11 +8,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.errors import ConfigurationError, check_number
 from fl_lightning.methods.own_data import evaluate_client, evenly_spaced, mean_metrics, spread_over_clients
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
-from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -112,7 +112,7 @@ class PersonalEvaluation(VariantEvaluation):
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
         personal = [evaluation.metrics for evaluation in evaluations.values()]
         known = dict.fromkeys([task.quality, *task.measured, task.class_metric])
-        names = None if pl_module.client_module else known
+        names = None if pl_module.client.logs_itself else known
         clients = [metrics for metrics, _ in evaluated]
         self.own_values = dict(zip(map(int, evaluations), clients, strict=True))
         own = mean_metrics(clients, names, "own_{}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,9 +15,8 @@ from fl_lightning.batch_norm.moments import merge_, moments, total_variance
 from fl_lightning.batch_norm.swapping import batch_statistics, evaluating
 from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.loaders import every_batch
-from fl_lightning.execution.base import client_loss
+from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.randomness import derive_seed, seeded
-from fl_lightning.round.evaluation import ServerEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -116,7 +114,7 @@ def _training_sums(pl_module: "FederatedModule", pooled: bool, total: bool) -> l
     def union(clients: list[int], step: int) -> Any:
         return pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
 
-    with _measuring(pl_module, partial(client_loss, pl_module), total) as measure:
+    with _measuring(pl_module, pl_module.client.explained_loss, total) as measure:
 
         def measured(part: tuple[int, list[tuple[list[int], int]]]) -> dict[str, Sums]:
             return measure(part[0], (union(*clients_and_step) for clients_and_step in part[1]))
@@ -129,7 +127,7 @@ def _evaluation_sums(pl_module: "FederatedModule", split: str) -> list[dict[str,
 
     def forward(batch: Any) -> None:
         with explain_batch_of_one():
-            pl_module.evaluate_batch(batch, ServerEvaluation())
+            pl_module.client.evaluate_batch(batch, ServerEvaluation())
 
     with _measuring(pl_module, forward, total=True) as measure:
 

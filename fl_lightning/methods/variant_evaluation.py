@@ -13,12 +13,11 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from fl_lightning.batch_norm.layers import explain_batch_of_one
 from fl_lightning.batch_norm.swapping import batch_statistics
+from fl_lightning.clients.evaluation import ServerEvaluation, finish_together
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client, formatted, mean_metrics
 from fl_lightning.randomness import isolated, permutation
-from fl_lightning.round.evaluation import ServerEvaluation, finish_together
-from fl_lightning.round.module_evaluation import ModuleEvaluation
 
 if TYPE_CHECKING:
     from fl_lightning.round.module import FederatedModule
@@ -103,7 +102,7 @@ class VariantEvaluation(FederatedCallback):
             self._tensors[name] = variant
             pl_module.refuse_merged(type(self).__name__, variant)
         self._batches = 0
-        self._evaluations = {name: pl_module.new_evaluation() for name in self._tensors}
+        self._evaluations = {name: pl_module.client.new_evaluation() for name in self._tensors}
 
     def on_validation_batch_end(  # type: ignore[override]  # a run's module has this type
         self,
@@ -116,7 +115,7 @@ class VariantEvaluation(FederatedCallback):
     ) -> None:
         """Evaluate every variant on a batch, except for variants with batch statistics."""
         self._batches = batch_idx + 1
-        if pl_module.client_module is None:
+        if not pl_module.client.logs_itself:
             self._divide(pl_module, batch, batch_idx, with_batch_statistics=False)
 
     def _divide(
@@ -132,7 +131,7 @@ class VariantEvaluation(FederatedCallback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
         """Evaluate the variants with batch statistics, and log the metrics of all variants."""
         split = "test" if trainer.testing else pl_module.data.fit_split
-        if pl_module.client_module is not None:
+        if pl_module.client.logs_itself:
             self._evaluate_by_module(pl_module, split)
         elif any(tensors is BATCH_STATISTICS for tensors in self._tensors.values()):
             with isolated():
@@ -146,7 +145,7 @@ class VariantEvaluation(FederatedCallback):
         for name, adapt in self._adaptations.items():
             metrics |= self._adapted_to_clients(pl_module, split, name, adapt)
         for name, value in metrics.items():
-            pl_module.log(pl_module.metric_name(split, name), value)
+            pl_module.log(pl_module.client.metric_name(split, name), value)
         del self._adaptations, self._tensors, self._evaluations, self._slots
 
     def _evaluate_by_module(self, pl_module: "FederatedModule", split: str) -> None:
@@ -154,12 +153,15 @@ class VariantEvaluation(FederatedCallback):
         pl_module.evaluation.finish()
 
         def metrics_of(name: str) -> dict[str, float]:
-            evaluation, tensors = pl_module.new_evaluation(), self._tensors[name]
-            assert isinstance(evaluation, ModuleEvaluation)
+            evaluation: Any = pl_module.client.new_evaluation()
+            tensors = self._tensors[name]
             loader = getattr(pl_module.data, f"{split}_dataloader")()
             if tensors is BATCH_STATISTICS and not isinstance(loader, list):
                 loader = mixed_batches(loader, self._batches)
-            return evaluation.all_batches(loader, partial(self.evaluate, pl_module, tensors))
+            metrics: dict[str, float] = evaluation.all_batches(
+                loader, partial(self.evaluate, pl_module, tensors)
+            )
+            return metrics
 
         with isolated():
             found = pl_module.ranks.map(metrics_of, self._tensors)
@@ -185,7 +187,7 @@ class VariantEvaluation(FederatedCallback):
         evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
         task = pl_module.task
-        names = None if pl_module.client_module else (task.quality, *task.measured)
+        names = None if pl_module.client.logs_itself else (task.quality, *task.measured)
         return mean_metrics([metrics for metrics, _ in evaluated], names, f"own_{{}}_{name}")
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # a run's module has this type
@@ -207,7 +209,7 @@ class VariantEvaluation(FederatedCallback):
             batch_statistics(layers),
             explain_batch_of_one(),
         ):
-            pl_module.evaluate_batch(batch, evaluation)
+            pl_module.client.evaluate_batch(batch, evaluation)
 
 
 def mixed_batches(loader: Any, count: int) -> Iterable[Any]:

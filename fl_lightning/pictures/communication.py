@@ -6,6 +6,7 @@ from itertools import cycle
 import numpy as np
 from matplotlib.figure import Figure
 
+from fl_lightning.clients.tasks import QUALITIES
 from fl_lightning.pictures.series import Rows, Series, draw_curve
 from fl_lightning.pictures.style import (
     COSTS,
@@ -16,7 +17,6 @@ from fl_lightning.pictures.style import (
     new_figure,
     paper_style,
 )
-from fl_lightning.round.tasks import QUALITIES
 
 
 def has_communication(rows: Rows) -> bool:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS, state_label
+from fl_lightning.clients.tasks import QUALITIES
 from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
 from fl_lightning.pictures.style import (
     BLACK,
@@ -17,7 +18,6 @@ from fl_lightning.pictures.style import (
     new_figure,
     paper_style,
 )
-from fl_lightning.round.tasks import QUALITIES
 
 Policy = Mapping[str, Sequence[Sequence[Any]]]
 """Treatments of each kind of state, as in ``{"mean": [[1, "averaged"], [201, "frozen"]]}``.

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,15 +12,13 @@ from fl_lightning.aggregation import Aggregator, StatisticsAggregator
 from fl_lightning.batch_norm.freezing import freeze_statistics
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.client_module.client_module import ClientModule, ClientValues
+from fl_lightning.clients import ClientTask, Task
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import Executor
 from fl_lightning.optimizers.client_lr import lr_factor
-from fl_lightning.optimizers.settings import OptimizerCallable
-from fl_lightning.randomness import derive_seed, seed_global, seeded
+from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.communication import Communication
@@ -29,7 +26,6 @@ from fl_lightning.round.declarations import in_order, numbered
 from fl_lightning.round.plan import RoundPlan, Weighting
 from fl_lightning.round.policy import declared_parts, resolve_policy
 from fl_lightning.round.record import RunRecord
-from fl_lightning.round.tasks import Task
 
 
 class RunContext(L.LightningModule):
@@ -38,7 +34,7 @@ class RunContext(L.LightningModule):
     Settings, such as ``weighting``, are described in ``FederatedModule``.
 
     Attributes:
-        client_module: Hooks of the model, if it is a LightningModule with a ``training_step``.
+        client: What clients compute.
         statistics: Rule that combines the clients' running statistics.
         total_rounds: Planned number of rounds; None before round 1.
         plan: Clients that take part in each round, and their local steps; set by ``setup("fit")``.
@@ -51,10 +47,8 @@ class RunContext(L.LightningModule):
     """
 
     model: nn.Module
-    client_optimizer: OptimizerCallable
-    client_module: ClientModule | None
+    client: ClientTask
     client_lr_schedule: Callable[[int, int], float] | None
-    parameter_groups: Mapping[str, Mapping[str, float]]
     executor: Executor
     aggregator: Aggregator
     statistics: StatisticsAggregator
@@ -71,7 +65,6 @@ class RunContext(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.plan: RoundPlan
-        self.slots: StateSlots
         self.total_rounds: int | None = None
         self.record = RunRecord()
         self.clock = RoundClock()
@@ -128,11 +121,6 @@ class RunContext(L.LightningModule):
                 getattr(method, hook)(self.trainer, self, cohort, *step)
 
     @property
-    def group_of(self) -> Mapping[str, str] | None:
-        """Parameter group of each parameter, if a LightningModule's optimizer has groups."""
-        return None if self.client_module is None else self.client_module.optimizer.groups
-
-    @property
     def federated_callbacks(self) -> list[Any]:
         """The methods of this run, in the order in which their hooks are called."""
         return in_order(self.trainer.callbacks)  # type: ignore[attr-defined]  # the trainer's helpers set it
@@ -147,9 +135,11 @@ class RunContext(L.LightningModule):
         with self.clock.part("aggregation"):
             clients, steps = self.plan.trained(self.round)
             policy = resolve_policy(self.federated_callbacks, self.round, self.planned_rounds)
-            made, base = (self.parameter_groups, self.parts), self._cohort
+            made, base = (self.client.parameter_groups, self.parts), self._cohort
             if base is None or (base.parameter_groups, base.parts) != made or len(base) < len(clients):
-                base = RoundCohort(self.model, len(clients), made[0], self.ranks, self.parts, self.group_of)
+                base = RoundCohort(
+                    self.model, len(clients), made[0], self.ranks, self.parts, self.client.group_of
+                )
             cohort = base.first(len(clients))
             cohort.broadcast(
                 round_number=self.round,
@@ -157,7 +147,7 @@ class RunContext(L.LightningModule):
                 weights=self.plan.weights(clients, self.round).to(self.device),
                 local_steps=steps,
                 policy=policy,
-                optimizer=self.client_optimizer,
+                optimizer=self.client.optimizer,
                 lr_factor=lr_factor(self.client_lr_schedule, self.round, self.planned_rounds),
                 seed=self.seed,
             )
@@ -174,76 +164,17 @@ class RunContext(L.LightningModule):
 
     def planned_batches(self, plan: RoundPlan, clients: Sequence[int], step: int) -> BatchStack:
         """Return the batches of some clients at a local step, according to ``plan``."""
-        if self.client_module is not None:
-            self.client_module.local_step = step
+        self.client.at_step(step)
         sources = plan.sources(clients, self.round, step)
         batches = self.data.cohort_batch(*sources)
         for method in (method for method in self.federated_callbacks if method.role == "attack"):
             batches = method.change_batches(self, sources[0], batches)
         batches = batches.union() if self.centralised else batches
-        if self.client_module is None or not self.client_module.transfers:
-            return batches.map(self.on_device)
-        moved = []
-        for client, position, batch in zip(*sources, batches.batches(), strict=not self.centralised):
-            with seeded(derive_seed(self.seed, "transfer", client, position)):
-                moved.append(self.on_device(batch))
-        return BatchStack(batches=moved)
-
-    def client_loss(self, batch: Any) -> Tensor:
-        """Return a client's loss, a scalar.
-
-        Override this method if batches are not pairs (inputs, targets).
-        """
-        if self.client_module is not None:
-            return self.client_module.loss(batch)
-        inputs, targets = batch
-        return self.loss(self.model(inputs), targets)
-
-    def logged(self) -> dict[str, Tensor]:
-        """Return the values that a LightningModule's last ``training_step`` has logged."""
-        return {} if self.client_module is None else self.client_module.logged()
+        return self.client.moved(batches, *sources)
 
     def named(self, client: int) -> str:
         """Return words for a client, such as ``"client 3"`` or ``"client 3 (Oslo)"``."""
         return self.data.named(client)
-
-    def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
-        """Return a function that keeps what clients log in a local step."""
-        return self.client_module.keeper() if self.client_module else lambda clients, logged: None
-
-    def cannot_replay(self) -> str | None:
-        """Return why a LightningModule's step needs its Python code in every local step, or None."""
-        return self.client_module.cannot_replay() if self.client_module else None
-
-    def begin_steps(self, cohort: RoundCohort) -> None:
-        """Set the settings of the client optimizer that a LightningModule's schedulers change."""
-        if self.client_module is not None:
-            steps = self.client_module.local_steps
-            scheduled = self.client_module.optimizer.scheduled(self.round - 1, steps, cohort.step)
-            for block, settings in cohort.optimizer_groups.items() if scheduled else ():
-                settings.update(scheduled[cohort.params.layout[block].group])
-
-    def end_steps(self, cohort: RoundCohort) -> None:
-        """Call ``on_train_batch_end`` of a LightningModule after each client's local step."""
-        for client, call in self.client_module.steps_that_ended() if self.client_module else ():
-            row = cohort.client_ids.index(client)
-            tensors = cohort.row_state(row).tensors
-            with self.slots.filled(tensors):
-                call()
-                updated = self.slots.read(tensors)
-            cohort.take_up(row, updated)
-
-    def logged_by_clients(self) -> ClientValues:
-        """Return the values that the clients of this rank have logged in the round."""
-        return {} if self.client_module is None else self.client_module.sent()
-
-    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[ClientValues]) -> None:
-        """Combine the values that clients of all ranks have logged, in order of the clients."""
-        if self.client_module is not None:
-            # a rank without clients computes a client of the first rank again
-            logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
-            merged = self.client_module.merge([logged[client] for client in clients if client in logged])
-            self.show_to_callbacks(merged)
 
     def weight_share(self, cohort: Cohort) -> float:
         """Return the cohort's share of the total weight of all clients.
@@ -287,6 +218,4 @@ class RunContext(L.LightningModule):
 
     def on_device(self, batch: Any) -> Any:
         """Move a batch to this module's device, and convert it to the run's precision."""
-        if self.client_module is not None:
-            return self.client_module.transferred(self.trainer.precision_plugin.convert_input(batch))
-        return self.trainer.precision_plugin.convert_input(move_data_to_device(batch, self.device))
+        return self.client.on_device(batch)

@@ -14,10 +14,11 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
     Args:
         module: The trained module.
     """
-    trainer, data, client = module.trainer, module.data, module.client_module
-    own = client.evaluated if client else set()
-    metrics = {n: value for n, value in module.metrics.items() if n.startswith("val/") or n in own}
-    measured = {module.metric_name("val", n): value for n, value in module.evaluation.metrics.items()}
+    trainer, data, client = module.trainer, module.data, module.client
+    metrics = {
+        n: value for n, value in module.metrics.items() if n.startswith("val/") or n in client.logged_names
+    }
+    measured = {client.metric_name("val", n): value for n, value in module.evaluation.metrics.items()}
     # a finished run that is resumed has its checkpoint's metrics, but has not evaluated the model
     known = measured and measured.items() <= metrics.items()
     evaluations = []
@@ -25,7 +26,7 @@ def final_metrics(module: FederatedModule) -> dict[str, float]:
         # these calls return no metrics if limit_val_batches or limit_test_batches is 0
         evaluations += trainer.validate(module, datamodule=data, verbose=False)
     data.setup("test")
-    if has_batches(data.test_dataloader()) and (client is None or client.overrides("test_step")):
+    if has_batches(data.test_dataloader()) and client.has_test:
         evaluations += trainer.test(module, datamodule=data, verbose=False)
     for evaluation in evaluations:
         metrics |= evaluation

@@ -23,7 +23,6 @@ from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.cohort.parts import treatments
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
-from fl_lightning.execution.base import client_losses
 from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
@@ -76,7 +75,7 @@ def check_first_steps(run: RunContext) -> None:
         batches = [run.planned_batches(plan, clients, min(step, last)) for step in range(2)]
         with _restored(run):
             rate = _by_executor(run, cohort, batches)
-            if run.client_module is not None:  # its other hooks may read what a step keeps
+            if run.client.logs_itself:  # its other hooks may read what a step keeps
                 _refuse_kept(run)
             _refuse_changed(run.model, before)
         for row in range(len(clients)):
@@ -135,12 +134,12 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
         executor = run.executor if joint is None else joint_executor(joint)
         rows = part.begin_step(step)
         with doing(f"round {cohort.round}, local step {step + 1}"):
-            executor.backward(run, part, batch.map(copied), rows)
+            executor.backward(run.client, part, batch.map(copied), rows)
         rate = rate or _rate(part)
         for group in part.optimizer.param_groups:
             group["lr"] = rate
         part.take_step()
-        run.end_steps(part)
+        run.client.end_steps(part)
     return rate
 
 
@@ -169,8 +168,8 @@ def _by_torch(
         seed_global(derive_seed(run.seed, "model", cohort.round, client, step), run.device)
         drawn = pickle.dumps((random.getstate(), np.random.get_state()))
         with doing("plain PyTorch, in the check of the first steps"):
-            client_losses(run, copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        run.keeper()([client], {name: value[None] for name, value in run.logged().items()})
+            run.client.losses(copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        run.client.keeper()([client], {name: value[None] for name, value in run.client.logged().items()})
         draws = pickle.dumps((random.getstate(), np.random.get_state())) != drawn
         if draws and (executor := run.joint_method or type(run.executor).__name__) != "SequentialExecutor":
             raise ConfigurationError(
@@ -179,8 +178,7 @@ def _by_torch(
             )
         optimizer.step()
         optimizer.zero_grad()
-        for _, call in run.client_module.steps_that_ended() if run.client_module else ():
-            call()
+        run.client.end_step_of_server()
 
 
 @contextmanager
@@ -245,9 +243,9 @@ def _refuse_memory(run: Any, written: Sequence[str], batches: Sequence[Any]) -> 
             for batch in order:
                 state = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in tensors}
                 seed_global(derive_seed(run.seed, "attributes"), run.device)
-                with run.slots.filled(state):
-                    objective = client_losses(run, copied(batch))[1]
-                    objective.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                with run.client.slots.filled(state):
+                    objective = run.client.losses(copied(batch))[1]
+                    objective.backward()
                 left.append({"": _values([objective]), **_attributes(run)})
     pairs = ((left[0], left[3]), (left[2], left[1]))
     for name in (name for pair in pairs for name in _differing(run, *pair, caches=True)):

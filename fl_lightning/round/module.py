@@ -16,10 +16,11 @@ from fl_lightning.batch_norm.layers import batch_norm_layers, refuse_synchronise
 from fl_lightning.batch_norm.swapping import evaluating, overriding_train, restore_batch_norm
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.loaders import check_evaluated
-from fl_lightning.client_module.client_module import ClientModule, client_module_of
-from fl_lightning.client_module.left_out import check_left_out, left_out
-from fl_lightning.client_module.logged_values import LoggedValues
-from fl_lightning.client_module.metric_states import MetricObjects
+from fl_lightning.clients import ClientTask, Task, task_of
+from fl_lightning.clients.left_out import check_left_out, left_out
+from fl_lightning.clients.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
+from fl_lightning.clients.task import ClientSettings
+from fl_lightning.clients.tasks import check_quality
 from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError, stopped
@@ -30,26 +31,20 @@ from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.checks import check_layers
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
-from fl_lightning.optimizers.checks import check_elementwise, check_overrides, check_server_optimizer
+from fl_lightning.optimizers.checks import check_server_optimizer
 from fl_lightning.optimizers.client_lr import LRSchedule
 from fl_lightning.optimizers.settings import OptimizerCallable
-from fl_lightning.randomness import derive_seed, isolated, seeded
+from fl_lightning.randomness import isolated
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
 from fl_lightning.round.context import RunContext
-from fl_lightning.round.evaluation import ServerEvaluation
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
-from fl_lightning.round.label_weights import LabelWeights, ignored_label
-from fl_lightning.round.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
-from fl_lightning.round.module_evaluation import ModuleEvaluation, _ModuleTask
-from fl_lightning.round.outputs import check_before_training, check_outputs
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
 from fl_lightning.round.policy import check_together, declared_parts
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
 from fl_lightning.round.survivors import RoundSkipped
-from fl_lightning.round.tasks import Classification, Task, check_quality
 from fl_lightning.round.trained import refuse_trained
 from fl_lightning.round.trainer import check_trainer
 
@@ -69,7 +64,8 @@ class FederatedModule(Recorded, RunContext):
     Args:
         model: The server's model; every client trains a copy. A LightningModule with a
             ``training_step`` brings its own loss, metrics and optimizer, see
-            docs/lightning-module.md.
+            docs/lightning-module.md. A :class:`~fl_lightning.clients.task.ClientTask` is a model with
+            a loss or an evaluation of your own.
         client_optimizer: Function that makes the client optimizer from parameters. The function is
             called in each round. A LightningModule with a ``training_step`` has no such argument:
             its ``configure_optimizers`` is used.
@@ -90,7 +86,7 @@ class FederatedModule(Recorded, RunContext):
             ``"samples"``, weights are proportional to the number of samples that a client processes
             in the round. Before the local steps end, this number is an estimate.
         task: Task with its loss and metrics. Default:
-            :class:`~fl_lightning.round.tasks.Classification`.
+            :class:`~fl_lightning.clients.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
             metric objects. Metrics that require ``num_classes`` get the data's number of classes.
         loss: Loss of (outputs, targets), averaged over the batch. A loss must not have trainable
@@ -148,7 +144,7 @@ class FederatedModule(Recorded, RunContext):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ClientTask,
         client_optimizer: OptimizerCallable | None = None,
         server_optimizer: OptimizerCallable | None = None,
         local_steps: int | None = None,
@@ -177,6 +173,7 @@ class FederatedModule(Recorded, RunContext):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        given, model = model, getattr(model, "model", model) if isinstance(model, ClientTask) else model
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
         if isinstance(model, torch.jit.ScriptModule):
@@ -184,7 +181,7 @@ class FederatedModule(Recorded, RunContext):
                 f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
             )
         check_layers(model)
-        client_module: ClientModule | None = client_module_of(model)
+        client = task_of(given)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
@@ -201,26 +198,14 @@ class FederatedModule(Recorded, RunContext):
         check_local_work(local_steps, local_epochs, budget_epochs, participation)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
-        given: dict[str, Any] = {"client_optimizer": client_optimizer, "parameter_groups": parameter_groups}
-        given |= {"client_lr_schedule": client_lr_schedule, "loss": loss, "task": task, "metrics": metrics}
-        if client_module is not None:
-            for setting in (name for name, value in given.items() if value):
-                raise ConfigurationError(
-                    f"{setting}: {type(model).__name__} has a training_step and a configure_optimizers of its own, which "
-                    "decide this; leave the setting out"
-                )
-            client_optimizer, task = client_module.make_optimizer, _ModuleTask()
-        elif client_optimizer is None:
-            raise ConfigurationError(
-                "model.client_optimizer: required, as the model has no training_step of its own; use SGD with lr: 0.1, or another"
-            )
-        else:
-            check_elementwise(client_optimizer)
-            check_overrides(client_optimizer, parameter_groups or {})
+        groups = parameter_groups or {}
+        client.take_settings(
+            ClientSettings(client_optimizer, groups, client_lr_schedule, loss, task, metrics or {})
+        )
         convert_dropout(model)
         self.automatic_optimization = False
         self.model = model
-        self.client_optimizer = client_optimizer
+        self.client, client.run = client, self
         self.server_optimizer = server_optimizer or partial(torch.optim.SGD, lr=1.0)
         self.local_steps = local_steps
         self.local_epochs = local_epochs
@@ -230,14 +215,10 @@ class FederatedModule(Recorded, RunContext):
         self.aggregator = aggregator or WeightedMean()
         self.statistics = StatisticsAggregator(statistics_aggregator or self.aggregator, statistics_domain)
         self.weighting = weighting
-        self.task = task or Classification(-100 if (label := ignored_label(loss)) is None else label)
-        self.client_module = client_module
-        self.strict_loading = client_module is None or client_module.module.strict_loading
-        own_step: Any = client_module and client_module.module.training_step
-        self.loss = loss or own_step or self.task.loss
+        self.task, self.loss = client.task, client.loss
+        self.strict_loading = client.strict_loading
         self.task_metrics = check_names(metrics or {}, self.task)
         self.client_lr_schedule = client_lr_schedule
-        self.parameter_groups = parameter_groups or {}
         self.initial_weights = initial_weights
         self.budget_epochs = budget_epochs
         self.on_divergence = on_divergence
@@ -248,11 +229,7 @@ class FederatedModule(Recorded, RunContext):
         self.check_first_steps = check_first_steps
         self.seed = seed
 
-        self.evaluation = self.new_evaluation()
-        self.label_weights = LabelWeights(loss, self.task)
-        usual = (type(self).evaluate_batch, type(self).client_loss)
-        own = usual != (FederatedModule.evaluate_batch, FederatedModule.client_loss)
-        self._has_scores = not own and client_module is None
+        self.evaluation = client.new_evaluation()
         self.executor_choice: Choice | None = None
         self.accept_data = False
         self.merged: dict[str, Tensor] = {}
@@ -291,11 +268,11 @@ class FederatedModule(Recorded, RunContext):
 
     def prepare_data(self) -> None:
         """Let a LightningModule prepare its data."""
-        self._call_own("prepare_data")
+        self.client.call("prepare_data")
 
     def configure_callbacks(self) -> Any:
         """Return the callbacks of a LightningModule."""
-        return self._call_own("configure_callbacks") or []
+        return self.client.call("configure_callbacks") or []
 
     def setup(self, stage: str) -> None:
         """Convert weights to the run's precision, plan rounds, and let methods replace layers."""
@@ -307,22 +284,8 @@ class FederatedModule(Recorded, RunContext):
             require_clients(self.data)
             self.plan = self.make_plan(self.data)
             self.plan.check((self.aggregator, self.statistics.rule))
-        if self.client_module is not None:
-            self.client_module.attach(self)
-            if stage == "fit":
-                budget, limit = self._asked_rounds()
-                self.client_module.local_steps = max(map(self.plan.full_steps, range(self.data.num_clients)))
-                self.client_module.rounds = budget or limit or 1
-            if stage == "test" and not self.client_module.overrides("test_step"):
-                raise ConfigurationError(
-                    f"model: {type(self.model).__name__} has no test_step to evaluate; write one, or use validate"
-                )
-            self.data.evaluates_clients = self.data.server is None
-            if stage == "fit":
-                self.data.note_missing_validation()
-            self.client_module.call("setup", stage)
-            self.client_module.call("configure_model")
-            self.client_module.metrics = MetricObjects(self.model)  # these hooks may have made some
+        budget, limit = self._asked_rounds() if stage == "fit" else (None, None)
+        self.client.setup(stage, budget or limit or 1)
         hooks.extend_model(self.model, self.federated_callbacks, self.seed)
         # convert before a checkpoint is loaded, because float32 tensors would round float64 weights
         self.trainer.precision_plugin.convert_module(self)
@@ -378,22 +341,22 @@ class FederatedModule(Recorded, RunContext):
         if self.initial_weights is not None and self.total_rounds is None:
             self.print(load_weights(self.model, self.initial_weights))
         rounds = self._fix_rounds()
-        if self.client_module is not None:
-            self._configure_client_module(self.client_module)
+        joint = self.joint_method or type(self.executor).__name__
+        self.client.start_fit(rounds, None if joint == "SequentialExecutor" else joint)
         self._parts = declared_parts(self.model, self.federated_callbacks, rounds)
         if not self.record.samples:
             refuse_trained(method for method in self.federated_callbacks if method.state_dict())
         hooks.open_memories(self)
-        self.slots = StateSlots(self.model)
+        self.client.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
             self.executor.close()  # a failed fit may not have closed the executor
-            alone = self.client_module and self.client_module.one_by_one
+            alone = self.client.one_by_one
             reason = f"one client after the other: {alone} of {type(self.model).__name__}"
             self.executor_choice = (
-                Choice(SequentialExecutor(), reason) if alone else choose_executor(self, len(clients))
+                Choice(SequentialExecutor(), reason) if alone else choose_executor(self.client, len(clients))
             )
             self.executor = self.executor_choice.executor
         setting = self.executor.compile if isinstance(self.executor, SequentialExecutor) else False
@@ -401,7 +364,7 @@ class FederatedModule(Recorded, RunContext):
         def decided() -> Compilation:
             return decide(
                 setting,
-                self,
+                self.client,
                 rounds * sum(steps),
                 lambda: self.planned_batches(usual, clients[:1], 0).batches()[0],
                 self.record.compiled,
@@ -419,38 +382,33 @@ class FederatedModule(Recorded, RunContext):
         """Check metrics and outputs, and record digests of the data."""
         row = self.record.metrics if self.record.metrics.get("round") == 0 else {}
         check_quality(self.task, row, self.data.fit_split)
-        if self._has_scores:
-            check_before_training(self)
-        self._call_own("on_train_start")
+        self.client.start_training()
         self.record.data = self.record.data or self.data.fingerprint()
         self._unchecked = self.check_first_steps
 
     def on_train_epoch_start(self) -> None:
         """Check the first local steps, and request an evaluation in the last round."""
-        if self.client_module is not None:
-            with seeded(derive_seed(self.seed, "on_train_epoch_start", self.round)):
-                self.client_module.start_round()
+        self.client.start_round()
         if self._unchecked:  # not earlier, because steps may read what on_train_epoch_start sets
             self.ranks.exchange(self._check_first_steps)
             self._unchecked = False
-        if self.client_module is not None:
-            self.client_module.forget_steps()
+        self.client.forget_steps()
         if self.round == self.trainer.max_epochs and self.trainer.check_val_every_n_epoch:
             self._evaluate_every = self.trainer.check_val_every_n_epoch
             self.trainer.check_val_every_n_epoch = 1
 
     def on_train_epoch_end(self) -> None:
         """Pass the round's metrics to the loggers. Lightning saves a checkpoint afterwards."""
-        if self.client_module is not None:
-            values, shown = self.client_module.end_round(self.evaluation.kept)
+        values, shown = self.client.end_round()
+        if self.client.logs_itself:
             self.ranks.agree(lambda: {"logged values": values}, f"round {self.round}")
-            for is_shown in (False, True):
-                self.log_numbers({n: x for n, x in values.items() if (n in shown) == is_shown}, is_shown)
+        for is_shown in (False, True):
+            self.log_numbers({n: x for n, x in values.items() if (n in shown) == is_shown}, is_shown)
         self.record.write(self.record.finish_line(self.round), self.trainer.loggers)
 
     def on_fit_end(self) -> None:
         """Restore the train mode and the original forward pass of the BN layers."""
-        self._call_own("on_fit_end")
+        self.client.call("on_fit_end")
         for layer in self.tracking_layers:
             layer.train()
         self._modes = {}
@@ -460,9 +418,7 @@ class FederatedModule(Recorded, RunContext):
     def teardown(self, stage: str) -> None:
         """Restore the train mode, and ``check_val_every_n_epoch``, which the last round may change."""
         self.on_validation_model_train()
-        if self.client_module is not None:
-            self.client_module.call("teardown", stage)
-            self.client_module.detach(self)
+        self.client.teardown(stage)
         if self._evaluate_every is not None:
             self.trainer.check_val_every_n_epoch, self._evaluate_every = self._evaluate_every, None
 
@@ -498,8 +454,7 @@ class FederatedModule(Recorded, RunContext):
         state = checkpoint["state_dict"]
         state |= {name: value for name, value in self.merged.items() if name in state}
         checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}))
-        if self.client_module is not None:
-            self.client_module.save(checkpoint)
+        self.client.save(checkpoint)
         checkpoint["fl_lightning"] = {
             "total_rounds": self.total_rounds,
             "parts": self.parts,
@@ -529,7 +484,7 @@ class FederatedModule(Recorded, RunContext):
         self.evaluation.kept = state["kept"]
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
-        self._call_own("on_load_checkpoint", checkpoint)
+        self.client.call("on_load_checkpoint", checkpoint)
 
     def _check_data(self, round_number: int) -> None:
         """Check that the run's data equal the data of the loaded checkpoint.
@@ -586,73 +541,18 @@ class FederatedModule(Recorded, RunContext):
         """Return the server model's outputs."""
         return self.model(inputs)
 
-    def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
-        """Add the model's outputs on a batch to an evaluation.
-
-        Override this method if batches are not pairs ``(inputs, targets)``. Each batch is evaluated
-        on only one rank, and the ranks share only ``evaluation``. Update your own metrics in
-        ``validation_step``, which every rank calls for every batch.
-        """
-        if self.client_module is not None:
-            if isinstance(evaluation, ModuleEvaluation):
-                evaluation.step(batch)
-            else:  # only the forward pass is wanted
-                self.client_module.evaluate("validation", batch, 0, None, LoggedValues())
-            return
-        inputs, targets = batch
-        outputs = self.model(inputs)
-        if self._has_scores:
-            check_outputs(self, outputs, targets)
-        loss = self.loss(outputs, targets)
-        targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
-        evaluation.update(outputs, targets, loss, self.task, weights)
-
-    def new_evaluation(self) -> ServerEvaluation:
-        """Return an evaluation of this module's task."""
-        return (
-            ServerEvaluation() if self.client_module is None else ModuleEvaluation(self, self.client_module)
-        )
-
-    def metric_name(self, split: str, name: str) -> str:
-        """Return the full name of an evaluation's metric. A LightningModule's metrics keep their names."""
-        if self.client_module is None:
-            return f"{split}/{name}"
-        self.client_module.evaluated.add(name)
-        return name
-
-    def require_outputs(self, user: str) -> None:
-        """Raise a ``ConfigurationError`` if a LightningModule hides the outputs that ``user`` measures."""
-        if self.client_module is not None:
-            raise ConfigurationError(
-                f"{user}: measures class scores, which the validation_step of {type(self.model).__name__} does not return; leave it "
-                "out, or give the network itself as model.model"
-            )
-
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Evaluate the server model on a batch of evaluation data."""
         with isolated():
-            if isinstance(self.evaluation, ModuleEvaluation):
-                return self.evaluation.step_of_loop(batch, batch_idx, dataloader_idx)
-            if dataloader_idx:
-                raise ConfigurationError(
-                    "data: the server has several loaders of evaluation data; return one loader"
-                )
-            return self.evaluation.divide(self, batch, batch_idx, self.evaluate_batch)
+            return self.client.evaluate_in_loop(batch, batch_idx, dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Evaluate the server model on a batch of test data."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
-    @property
-    def predicts_itself(self) -> bool:
-        """Whether a LightningModule's own ``predict_step`` decides what its predictions are."""
-        return self.client_module is not None and self.client_module.overrides("predict_step")
-
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the server model's outputs on a batch."""
-        if self.client_module is not None and self.predicts_itself:
-            return self.client_module.call_step("predict_step", batch, batch_idx, dataloader_idx)
-        return self.model(batch[0] if isinstance(batch, list | tuple) else batch)
+        return self.client.predict(batch, batch_idx, dataloader_idx)
 
     def on_validation_model_eval(self) -> None:
         """Set the module to eval mode."""
@@ -685,7 +585,7 @@ class FederatedModule(Recorded, RunContext):
         """Start an evaluation of the server model, and measure its duration."""
         self._evaluation_started = time.perf_counter()
         self._batches_before, _ = self._progress()
-        self.label_weights.forget()
+        self.client.start_evaluation()
         self.evaluation.start()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -707,9 +607,9 @@ class FederatedModule(Recorded, RunContext):
         self._log_evaluation(self._evaluated("test"))
 
     def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        shown = self.evaluation.shown if isinstance(self.evaluation, ModuleEvaluation) else set(metrics)
+        shown = self.evaluation.shown
         for name, value in metrics.items():
-            self.log(name, value, prog_bar=name in shown, add_dataloader_idx=False)
+            self.log(name, value, prog_bar=shown is None or name in shown, add_dataloader_idx=False)
 
     def on_predict_epoch_end(self) -> None:
         """Check that all batches have predictions."""
@@ -729,38 +629,15 @@ class FederatedModule(Recorded, RunContext):
         check_evaluated(batches - self._batches_before, length)
         metrics = self.evaluation.finish()
         self.record.diverge(self.trainer.global_step, self.evaluation.diverged)
-        return {self.metric_name(prefix, name): value for name, value in metrics.items()}
-
-    def _call_own(self, hook: str, *args: Any) -> Any:
-        return None if self.client_module is None else self.client_module.call(hook, *args)
+        return {self.client.metric_name(prefix, name): value for name, value in metrics.items()}
 
     def _check_first_steps(self) -> None:
         try:
             check_first_steps(self)
         except ConfigurationError as error:
-            chosen = self.chooses_executor and self.client_module and self.joint_method is None
+            chosen = self.chooses_executor and self.client.logs_itself and self.joint_method is None
             if not chosen or type(self.executor) is SequentialExecutor:
                 raise
             self.print(f"clients one after the other: {error}")
             self.executor = SequentialExecutor()
             check_first_steps(self)
-
-    def _configure_client_module(self, client: ClientModule) -> None:
-        """Take over the optimizer of a LightningModule, and freeze parameters that it leaves out."""
-        client.rounds = self.planned_rounds
-        if not client.optimizer.groups:
-            raise ConfigurationError(
-                f"model: the optimizer of {type(self.model).__name__} has no trainable parameter"
-            )
-        check_elementwise(client.make_optimizer)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name in client.optimizer.groups)
-        self.parameter_groups = client.optimizer.settings
-        reason = client.one_by_one
-        together = self.joint_method is not None or type(self.executor) is not SequentialExecutor
-        if reason and together:
-            raise ConfigurationError(
-                f"model.executor: {self.joint_method or type(self.executor).__name__} cannot compute {reason} of "
-                f"{type(self.model).__name__} for several clients at once; use SequentialExecutor, and no joint forward pass (FedTAN)"
-            )
-        client.call("on_fit_start")

@@ -20,7 +20,9 @@ def communication_round(run: RunContext) -> None:
     cohort = run.start_round()
     run.call_hook("on_round_start", cohort)
     part = cohort.part()  # the clients that this rank computes
-    of_ranks = run.ranks.exchange(lambda: (take_local_steps(run, cohort, part), run.logged_by_clients()))
+    of_ranks = run.ranks.exchange(
+        lambda: (take_local_steps(run, cohort, part), run.client.logged_by_clients())
+    )
     with run.clock.part("gather"):
         samples = [number for counts, _ in of_ranks for number in counts]
         cohort.finish_steps(part, samples, weigh_samples=run.weighting == "samples")
@@ -29,7 +31,7 @@ def communication_round(run: RunContext) -> None:
     with run.clock.part("aggregation"):
         seed_global(derive_seed(run.seed, "aggregation", cohort.round), run.device)
         cohort, failed = check_updates(run, cohort)
-        run.merge_logged(cohort.client_ids, [logged for _, logged in of_ranks])
+        run.client.merge_logged(cohort.client_ids, [logged for _, logged in of_ranks])
         update_server(cohort, run.aggregator, run.statistics, strict=run.on_divergence == "error")
         mark_trained([run.model, *run.federated_callbacks])
     with isolated():  # random numbers of hooks must not affect the server optimizer
@@ -64,7 +66,7 @@ def take_local_steps(run: RunContext, cohort: RoundCohort, part: RoundCohort) ->
         run.call_hook("on_after_local_backward", part, step)
         with run.clock.part("optimizer"):
             part.take_step()
-        run.end_steps(part)
+        run.client.end_steps(part)
         run.call_hook("on_local_step_end", part, step)
         part.finish_step(step, last)
         # Lightning's own progress bars have no method local_step
@@ -78,14 +80,14 @@ def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
     """Compute gradients and new buffers of the clients that still take local steps."""
     if not (rows := cohort.begin_step(step)):
         return
-    run.begin_steps(cohort)
+    run.client.begin_steps(cohort)
     place = f"round {cohort.round}, local step {step + 1}"
     with run.clock.part("data"), doing(place):
         batches = run.client_batches(cohort, rows, step)
     with run.clock.part("forward_backward"), doing(place):
         joint = run.joint_method if step == 0 else None
         executor = run.executor if joint is None else joint_executor(joint, run.ranks)
-        losses = executor.backward(run, cohort, batches, rows)
+        losses = executor.backward(run.client, cohort, batches, rows)
         cohort.add_losses(rows, losses, batches.sizes())
 
 

@@ -189,9 +189,8 @@ def _error(run: RunContext, cohort: RoundCohort, row: int, layer: str) -> Config
                 f"round {cohort.round}: the update of {client} is not finite, since its data are not: its batch of "
                 f"local step {step + 1} has NaN or infinity; mend the data of {client}"
             )
-    rate = "client_optimizer lr" if run.client_module is None else "the lr of configure_optimizers"
     return Diverged(
-        f"round {cohort.round}: the update of {client} is not finite, first in layer {layer!r}; lower {rate} (now "
+        f"round {cohort.round}: the update of {client} is not finite, first in layer {layer!r}; lower {run.client.rate} (now "
         f"{cohort.optimizer.param_groups[0]['lr']:g}), or set model.on_divergence: drop to leave such updates out, or record "
         "to aggregate them"
     )

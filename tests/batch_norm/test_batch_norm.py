@@ -19,7 +19,7 @@ from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.batch_norm.layers import batch_norm_layers
 from fl_lightning.batch_norm.swapping import SwappedBatchNorm, restore_batch_norm, swap_batch_norm
 from fl_lightning.callbacks import FBN, FedTAN, FixBN
-from fl_lightning.round.evaluation import ServerEvaluation
+from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.round.policy import policy_table, resolve_policy
 from tests.support.helpers import SGD, blobs, federated_run, fit, small_cnn, train, union_batch
 

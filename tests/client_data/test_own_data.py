@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, VectorizedExecutor
+from fl_lightning import (
+    ConfigurationError,
+    FederatedDataModule,
+    FederatedModule,
+    NetworkTask,
+    VectorizedExecutor,
+)
 from fl_lightning.callbacks import FixBN
 from fl_lightning.client_data.loaders import LoaderBatches
 from tests.support.helpers import SGD, SaveRounds, distance, fit
@@ -79,13 +85,13 @@ class BagOfWords(nn.Module):
         return self.classifier(self.norm(self.embedding(tokens).sum(1) / lengths))
 
 
-class TextClassifier(FederatedModule):
+class TextClassifier(NetworkTask):
     def client_loss(self, batch):
         return cross_entropy(self.model(batch["tokens"]), batch["label"])
 
-    def validation_step(self, batch, batch_idx):
+    def evaluate_batch(self, batch, evaluation):
         logits = self.model(batch["tokens"])
-        self.evaluation.update(logits, batch["label"], cross_entropy(logits, batch["label"]))
+        evaluation.update(logits, batch["label"], cross_entropy(logits, batch["label"]))
 
 
 def federation(**settings):
@@ -93,7 +99,9 @@ def federation(**settings):
 
 
 def run(rounds, extra=(), ckpt_path=None, data=None, **settings):
-    module = TextClassifier(BagOfWords(), SGD, **{"local_epochs": 1, "participation": 2, **settings})
+    module = FederatedModule(
+        TextClassifier(BagOfWords()), SGD, **{"local_epochs": 1, "participation": 2, **settings}
+    )
     trainer = {"limit_val_batches": 1.0}
     fit(module, data or federation(), rounds, [FixBN(freeze_round=3), *extra], ckpt_path, **trainer)
     return module

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from fl_lightning import FederatedDataModule, FederatedModule, Run
-from fl_lightning.client_module.client_module import _NEVER_CALLED
+from fl_lightning.clients.lightning_module import _NEVER_CALLED
 from fl_lightning.testing import fit
 from tests.support.lightning_sites import Lit, sites
 from tests.support.pages import PAGES, ROOT, blocks, take_examples

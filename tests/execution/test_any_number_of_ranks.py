@@ -11,6 +11,7 @@ from fl_lightning import (
     FederatedCallback,
     FederatedDataModule,
     FederatedModule,
+    NetworkTask,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -19,7 +20,7 @@ from fl_lightning.cohort.client_memory import contents
 from tests.support.command_line import rows, run
 from tests.support.contract import ROW_OF_METHOD, TABLE
 from tests.support.contract import run as run_method
-from tests.support.helpers import ArrayClient, States, blobs, distance, small_cnn
+from tests.support.helpers import ArrayClient, States, blobs, distance, small_cnn, with_task
 from tests.support.outcomes import assert_same, same, states
 
 UNEVEN = {"participation": 3, "local_steps": None, "local_epochs": 1}
@@ -91,20 +92,18 @@ def test_batches_of_different_shape_and_dropout_change_no_bit():
     assert_same(states(1, data(), model()), states(2, data(), model()))
 
 
-class Weighted(FederatedModule):
-    """A loss of its own, as a subclass may have."""
-
-    scale = 1.0
+class Weighted(NetworkTask):
+    """A loss of its own."""
 
     def client_loss(self, batch):
-        return self.scale * super().client_loss(batch) + sum(
+        return getattr(self.run, "scale", 1.0) * super().client_loss(batch) + sum(
             p.square().sum() for p in self.model.parameters()
         )
 
 
 def test_a_loss_of_ones_own_is_that_of_every_rank():
-    reference = states(module=Weighted)
-    assert_same(reference, states(2, module=Weighted))
+    reference = states(module=with_task(Weighted))
+    assert_same(reference, states(2, module=with_task(Weighted)))
     assert not same(reference[-1], states()[-1])
 
 
@@ -130,12 +129,12 @@ class Changes(FederatedCallback):
 
 class RoundInTheLoss(Weighted):
     def client_loss(self, batch):
-        return self.round * super().client_loss(batch)
+        return self.run.round * super().client_loss(batch)
 
 
 def test_numbers_that_callbacks_change_are_those_of_every_rank():
     def run(ranks):
-        settings = {"module": RoundInTheLoss, "callbacks": [Changes()], "loss": WeightedLoss()}
+        settings = {"module": with_task(RoundInTheLoss), "callbacks": [Changes()], "loss": WeightedLoss()}
         return states(ranks, **settings)
 
     assert_same(run(1), run(2))
@@ -228,14 +227,14 @@ def test_an_error_in_one_ranks_part_of_a_joint_step_is_everyones(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_joint_step_that_memory_does_not_hold_says_so(ranks):
-    class TooLarge(FederatedModule):
+    class TooLarge(NetworkTask):
         def client_loss(self, batch):
-            if self.ranks.rank == 0:
+            if self.run.ranks.rank == 0:
                 raise torch.OutOfMemoryError("tried to allocate 80 GiB")
             return super().client_loss(batch)
 
     with pytest.raises(RuntimeError, match="tried to allocate 80 GiB"):
-        states(ranks, clients([8] * 4), callbacks=[FedTAN()], module=TooLarge)
+        states(ranks, clients([8] * 4), callbacks=[FedTAN()], module=with_task(TooLarge))
 
 
 class DrawsByClient(FederatedCallback):

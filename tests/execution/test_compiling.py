@@ -47,9 +47,9 @@ def cache(tmp_path_factory):
 
 def decision(model, client_steps=10**9, before=None, setting="auto", shape=(4, 3, 32, 32)):
     module = FederatedModule(model, SGD, local_steps=1)
-    module.slots = StateSlots(model)
+    module.client.slots = StateSlots(model)
     batch = torch.ones(shape), torch.arange(shape[0])
-    return decide(setting, module, client_steps, lambda: batch, before)
+    return decide(setting, module.client, client_steps, lambda: batch, before)
 
 
 class OwnLayer(nn.Flatten):

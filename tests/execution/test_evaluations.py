@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
-from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning import FederatedDataModule, FederatedModule, NetworkTask
 from fl_lightning.callbacks import (
     FBN,
     BatchNormDiagnostics,
@@ -22,7 +22,7 @@ from fl_lightning.callbacks import (
     StatisticsSources,
 )
 from fl_lightning.methods.statistics_pass import measured_statistics
-from tests.support.helpers import SGD, ArrayClient, blobs, distance, fit, small_cnn
+from tests.support.helpers import SGD, ArrayClient, blobs, distance, fit, small_cnn, with_task
 
 SIZES = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 EVALUATED = {"limit_val_batches": None, "num_sanity_val_steps": -1}
@@ -70,7 +70,7 @@ class Own(FederatedModule):
         self.seen = SumMetric()
 
     def validation_step(self, batch, batch_idx):
-        self.evaluate_batch(batch, self.evaluation)
+        self.client.evaluate_batch(batch, self.evaluation)
         self.seen.update(len(batch[1]))
         self.log("val/seen", self.seen)
         self.log("val/mean_batch", float(batch_idx))
@@ -178,15 +178,19 @@ def test_evaluations_outside_of_fit_are_shared_likewise(stage):
 def test_the_batches_of_an_evaluation_are_divided():
     counts = []
 
-    class Counting(FederatedModule):
+    class CountingTask(NetworkTask):
         counted = 0
 
         def evaluate_batch(self, *args):
             self.counted += 1
             super().evaluate_batch(*args)
 
+    class Counting(FederatedModule):
+        def __init__(self, model, *settings, **named):
+            super().__init__(CountingTask(model), *settings, **named)
+
         def on_train_end(self):
-            counts.append(self.ranks.exchange(lambda: self.counted))
+            counts.append(self.ranks.exchange(lambda: self.client.counted))
 
     for size in (1, 2, 5):
         run(size, [], module=Counting)
@@ -195,12 +199,12 @@ def test_the_batches_of_an_evaluation_are_divided():
 
 
 def test_an_error_in_the_batch_of_another_rank_says_where():
-    class Failing(FederatedModule):
+    class Failing(NetworkTask):
         def evaluate_batch(self, batch, evaluation):
-            if self.ranks.rank == 1:
+            if self.run.ranks.rank == 1:
                 raise ValueError("no such label")
             super().evaluate_batch(batch, evaluation)
 
     with pytest.raises(RuntimeError, match="no such label") as caught:
-        run(2, [], module=Failing)
+        run(2, [], module=with_task(Failing))
     assert "evaluating the server after round 0, batch 2" in caught.value.__notes__

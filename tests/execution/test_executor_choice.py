@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning import FederatedModule, GraphExecutor, SequentialExecutor, VectorizedExecutor
+from fl_lightning import FederatedModule, GraphExecutor, NetworkTask, SequentialExecutor, VectorizedExecutor
 from fl_lightning.execution import choice, fork
 from fl_lightning.execution.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
 from fl_lightning.experiments.run.trainer import useful_ranks
@@ -57,14 +57,14 @@ class OnGPU(FederatedModule):
 
 
 def test_a_gpu_replays_graphs_of_known_layers():
-    assert isinstance(choose_executor(module(OnGPU), 10).executor, GraphExecutor)
+    assert isinstance(choose_executor(module(OnGPU).client, 10).executor, GraphExecutor)
 
 
 class OwnLayer(nn.Sequential):
     pass
 
 
-class OwnLoss(OnGPU):
+class OwnLoss(NetworkTask):
     def client_loss(self, batch):
         return super().client_loss(batch)
 
@@ -78,14 +78,16 @@ def hooked():
 OWN_CODE = {
     "the custom layer OwnLayer": lambda: OnGPU(OwnLayer(*small_cnn("bn")), SGD, local_steps=5),
     "a custom hook of a layer Conv2d": lambda: OnGPU(hooked(), SGD, local_steps=5),
-    "a custom loss": lambda: module(OwnLoss),
+    "a custom loss": lambda: module(
+        lambda model, *settings, **named: OnGPU(OwnLoss(model), *settings, **named)
+    ),
     "a custom loss, given": lambda: module(OnGPU, loss=lambda outputs, targets: outputs.mean()),
 }
 
 
 @pytest.mark.parametrize("words", OWN_CODE)
 def test_a_gpu_computes_all_clients_at_once_if_code_is_the_users_own(words):
-    found = choose_executor(OWN_CODE[words](), 10)
+    found = choose_executor(OWN_CODE[words]().client, 10)
     assert found.reason.endswith(f"no CUDA graphs of {words.removesuffix(', given')}")
     assert isinstance(found.executor, VectorizedExecutor)
     assert found.executor.block_size is None

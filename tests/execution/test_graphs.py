@@ -18,6 +18,7 @@ from fl_lightning import (
     ClientFailures,
     FederatedCallback,
     FederatedModule,
+    NetworkTask,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -437,7 +438,7 @@ class Lengthens(Writes):
         return super().forward(x)
 
 
-class CountsInTheLoss(FederatedModule):
+class CountsInTheLoss(NetworkTask):
     steps = 0
 
     def client_loss(self, batch):
@@ -490,7 +491,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-class IgnoresNames(FederatedModule):
+class IgnoresNames(NetworkTask):
     def client_loss(self, batch):
         return super().client_loss(batch[:2])
 
@@ -500,8 +501,8 @@ def test_batches_with_other_parts_than_tensors_are_computed(caplog, monkeypatch)
     drawn = data.cohort_batch
     named = lambda *args: BatchStack(batches=[(*batch, "name") for batch in drawn(*args).batches()])
     monkeypatch.setattr(data, "cohort_batch", named)
-    module = IgnoresNames(
-        small_cnn(), SGD, local_steps=2, executor=RecordingExecutor(), check_first_steps=False
+    module = FederatedModule(
+        IgnoresNames(small_cnn()), SGD, local_steps=2, executor=RecordingExecutor(), check_first_steps=False
     )
     fit(module, data, 2)
     assert "local steps: the clients' batches have a str beside tensors" in caplog.text
@@ -510,7 +511,7 @@ def test_batches_with_other_parts_than_tensors_are_computed(caplog, monkeypatch)
 def refused(kind, executor):
     layers, settings = small_cnn("gn"), {"local_steps": 2, "check_first_steps": False, "executor": executor}
     if kind is CountsInTheLoss:
-        return kind(layers, MOMENTUM, **settings)
+        return FederatedModule(kind(layers), MOMENTUM, **settings)
     return FederatedModule(kind(*layers), MOMENTUM, **settings)
 
 

@@ -188,7 +188,7 @@ def test_a_module_starts_from_them_once():
     )
     expected = dict(source.named_parameters())
     for optimizer in (still, SGD, still):
-        module.client_optimizer = optimizer
+        module.client.optimizer = optimizer
         fit(module, blobs(), 1)
         if optimizer is SGD:
             assert not same(expected, module.state_dict())

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from fl_lightning.clients.tasks import Segmentation
 from fl_lightning.experiments.run_directory import drawings
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.predictions import overlays
 from fl_lightning.pictures.style import DOTS_PER_INCH, WIDTH
-from fl_lightning.round.tasks import Segmentation
 from tests.support.command_line import attempts, run, write_config
 
 PICTURES = ("partition.png", "learning_curve.png", "class_accuracy.png")

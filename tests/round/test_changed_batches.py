@@ -14,6 +14,7 @@ from fl_lightning import (
     ConfigurationError,
     FederatedDataModule,
     FederatedModule,
+    NetworkTask,
     SequentialExecutor,
     VectorizedExecutor,
 )
@@ -191,7 +192,7 @@ class Sample:
     targets: torch.Tensor
 
 
-class TakesSamples(FederatedModule):
+class TakesSamples(NetworkTask):
     def client_loss(self, batch):
         return super().client_loss((batch.inputs, batch.targets))
 
@@ -209,7 +210,7 @@ def test_training_batches_without_tensors_are_refused_in_one_line(monkeypatch):
     drawn = data.cohort_batch
     objects = lambda *args: BatchStack(batches=[Sample(*x) for x in drawn(*args).batches()])
     monkeypatch.setattr(data, "cohort_batch", objects)
-    module = TakesSamples(small_cnn(), SGD, local_steps=1, check_first_steps=False)
+    module = FederatedModule(TakesSamples(small_cnn()), SGD, local_steps=1, check_first_steps=False)
     with pytest.raises(
         ConfigurationError, match="a training batch is a Sample without tensors; use a tensor, or a tuple"
     ):

@@ -62,9 +62,9 @@ def scores_and_labels(place=(), ignored=None):
 
 def evaluated(loss, outputs, labels, size, **settings):
     module = FederatedModule(small_cnn(), SGD, local_steps=1, loss=loss, **settings)
-    module.model = nn.Identity()
+    module.client.model = nn.Identity()
     for batch in zip(outputs.split(size), labels.split(size), strict=True):
-        module.evaluate_batch(batch, module.evaluation)
+        module.client.evaluate_batch(batch, module.evaluation)
     return module.evaluation.finish()
 
 

@@ -48,7 +48,7 @@ def test_settings_of_a_group_that_change_between_rounds_hold_from_the_next_one_o
     class Changes(FederatedCallback):
         def on_round_start(self, trainer, pl_module, cohort):
             rates.append([group["lr"] for group in cohort.optimizer.param_groups])
-            pl_module.parameter_groups = {"batch_norm": {"lr_scale": 0.0}}
+            pl_module.client.parameter_groups = {"batch_norm": {"lr_scale": 0.0}}
 
     fit(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), 2, [Changes()])
     assert rates == [[0.1, 0.1], [0.1, 0.0]]

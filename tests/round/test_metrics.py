@@ -1,6 +1,7 @@
 """Metrics of torchmetrics: those of all samples at once, for any number of batches, ranks, variants and clients."""
 
 import math
+from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -12,10 +13,10 @@ from torch.nn.functional import mse_loss
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, Task
 from fl_lightning.callbacks import ClientEvaluation, FedBN
+from fl_lightning.clients.metrics import make_metrics
 from fl_lightning.datamodules import Shards, TensorData
 from fl_lightning.methods.own_data import weighed_accuracy
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
-from fl_lightning.round.metrics import make_metrics
 from tests.support.helpers import SGD, ArrayClient, blobs, fit, small_cnn
 
 CLASSES = 3
@@ -104,8 +105,9 @@ def over_ranks(settings, given, size):
     task.measured = make_metrics(settings, None)
     for rank, evaluation in enumerate(evaluations):
         ranks = SimpleNamespace(size=size, rank=rank, exchange=lambda _: [[x._share()] for x in evaluations])
+        client = SimpleNamespace(computing=lambda batch: nullcontext())
         run = SimpleNamespace(
-            ranks=ranks, task=task, seed=0, trainer=SimpleNamespace(global_step=0), model=None
+            ranks=ranks, task=task, seed=0, trainer=SimpleNamespace(global_step=0), client=client
         )
         for number, batch in enumerate(given):
             evaluation.divide(run, batch, number, lambda batch, to: to.update(*batch, torch.tensor(1.0)))

@@ -5,7 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from fl_lightning import FederatedDataModule, FederatedModule, SequentialExecutor, VectorizedExecutor
+from fl_lightning import (
+    FederatedDataModule,
+    FederatedModule,
+    NetworkTask,
+    SequentialExecutor,
+    VectorizedExecutor,
+)
 from fl_lightning.callbacks import FBN, FedTAN, FixBN
 from tests.support.helpers import ArrayClient, blobs, distance, fit, small_cnn
 
@@ -33,13 +39,13 @@ def test_a_round_without_learning_leaves_the_weights_alone_in_mixed_precision(me
 def test_losses_are_computed_in_mixed_precision():
     seen = []
 
-    class Watched(FederatedModule):
+    class Watched(NetworkTask):
         def client_loss(self, batch):
             seen.append(self.model[0](batch[0]).dtype)
             return super().client_loss(batch)
 
     fit(
-        Watched(small_cnn(), partial(torch.optim.SGD, lr=0.1), local_steps=1),
+        FederatedModule(Watched(small_cnn()), partial(torch.optim.SGD, lr=0.1), local_steps=1),
         single(blobs()),
         1,
         precision="bf16-mixed",

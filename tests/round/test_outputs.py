@@ -16,10 +16,11 @@ from fl_lightning import (
     ConfigurationError,
     FederatedDataModule,
     FederatedModule,
+    NetworkTask,
     Segmentation,
 )
 from tests.support.command_line import message_of, run, write_config
-from tests.support.helpers import SGD, SaveRounds, blobs, fit, small_cnn, write_cifar10_folders
+from tests.support.helpers import SGD, SaveRounds, blobs, fit, small_cnn, with_task, write_cifar10_folders
 
 pytestmark = pytest.mark.first_steps
 
@@ -148,12 +149,12 @@ def test_a_model_of_two_inputs_trains_without_an_evaluation(metrics):
     assert fit(run, found, 1, precision="32-true").global_step == 1
 
 
-class OwnLoss(FederatedModule):
+class OwnLoss(NetworkTask):
     def client_loss(self, batch):
         return self.model(batch[0]).square().mean()
 
 
-class OwnEvaluation(FederatedModule):
+class OwnEvaluation(NetworkTask):
     def evaluate_batch(self, batch, evaluation):
         inputs, targets = batch
         outputs = self.model(inputs)[:, :3]
@@ -168,7 +169,11 @@ class OwnTask(Classification):
 @pytest.mark.parametrize("settings", [EVALUATED, {}], ids=["evaluated", "not evaluated"])
 @pytest.mark.parametrize(
     "made",
-    [lambda: module(5, OwnLoss), lambda: module(5, OwnEvaluation), lambda: module(5, task=OwnTask())],
+    [
+        lambda: module(5, with_task(OwnLoss)),
+        lambda: module(5, with_task(OwnEvaluation)),
+        lambda: module(5, task=OwnTask()),
+    ],
     ids=["client_loss", "evaluate_batch", "task"],
 )
 def test_outputs_of_another_kind_are_the_users_own(made, settings):

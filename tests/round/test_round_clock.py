@@ -5,7 +5,7 @@ import time
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from fl_lightning import FederatedCallback, FederatedModule
+from fl_lightning import FederatedCallback, FederatedModule, NetworkTask
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.round.clock import RoundClock
 from tests.support.command_line import run
@@ -15,22 +15,27 @@ PARTS = [f"time/{part}_s" for part in RoundClock.PARTS]
 NAP = 0.05
 
 
+class Naps(NetworkTask):
+    def client_loss(self, batch):
+        time.sleep(NAP / 3 * (self.run.slow == "forward_backward"))
+        return super().client_loss(batch)
+
+    def evaluate_batch(self, *args):
+        time.sleep(NAP * (self.run.slow == "evaluation"))
+        super().evaluate_batch(*args)
+
+
 class Module(FederatedModule):
     """Sleeps in one part of a round."""
 
     slow = ""
 
+    def __init__(self, model, *settings, **named):
+        super().__init__(Naps(model), *settings, **named)
+
     def client_batches(self, *args):
         time.sleep(NAP * (self.slow == "data"))
         return super().client_batches(*args)
-
-    def client_loss(self, batch):
-        time.sleep(NAP / 3 * (self.slow == "forward_backward"))
-        return super().client_loss(batch)
-
-    def evaluate_batch(self, *args):
-        time.sleep(NAP * (self.slow == "evaluation"))
-        super().evaluate_batch(*args)
 
 
 class SlowMean(WeightedMean):

@@ -7,9 +7,9 @@ from torch import nn
 
 from fl_lightning import ConfigurationError, FederatedModule
 from fl_lightning.callbacks import FixBN
+from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.optimizers.client_lr import MultiStep
-from fl_lightning.round.evaluation import ServerEvaluation
 from tests.support.helpers import SGD, blobs, distance, federated_run, fit, small_cnn, train
 
 
@@ -155,9 +155,9 @@ def test_targets_that_the_loss_ignores_count_neither_as_wrong_nor_as_right(ignor
     targets[torch.rand(12, 4, 5) < 0.4] = ignored
     targets[8:] = ignored  # a whole batch of none
     module = FederatedModule(small_cnn(), SGD, local_steps=1, loss=nn.CrossEntropyLoss(ignore_index=ignored))
-    module.model = nn.Identity()
+    module.client.model = nn.Identity()
     for batch in zip(outputs.split(4), targets.split(4), strict=True):
-        module.evaluate_batch(batch, module.evaluation)
+        module.client.evaluate_batch(batch, module.evaluation)
     metrics = module.evaluation.finish()
     kept = targets != ignored
     scores = outputs.movedim(1, -1)[kept]

@@ -8,9 +8,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule, Segmentation, Task
+from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.models import SmallDeepLab
-from fl_lightning.round.evaluation import ServerEvaluation
 from tests.support.helpers import SGD, blobs, fit, small_cnn
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fl_lightning import Classification, ConfigurationError, FederatedModule
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
-from fl_lightning.round.tasks import best_is
 from tests.support.command_line import message_of, rows, run
 from tests.support.helpers import SGD, Rows, blobs, federated_run, fit, small_cnn
 from tests.support.lightning_sites import Lit

@@ -23,6 +23,11 @@ class Run(NamedTuple):
     trainer: L.Trainer
 
 
+def with_task(kind):
+    """A function like FederatedModule, whose clients compute by a class of tasks."""
+    return lambda model, *settings, **named: FederatedModule(kind(model), *settings, **named)
+
+
 def federated_run(
     *callbacks, data=blobs, rounds=3, model=small_cnn, ckpt_path=None, trainer=None, **settings
 ):

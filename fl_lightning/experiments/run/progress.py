@@ -116,7 +116,7 @@ class RoundProgress(Recorded, ProgressBar):
         quality = getattr(getattr(self.trainer.lightning_module, "task", None), "quality", "accuracy")
         shown = {"train/loss": "loss {:.4g}"}
         shown |= {f"{split}/{quality}": f"{split}/{quality} {{:.4g}}" for split in ("val", "test")}
-        if getattr(self.trainer.lightning_module, "client_module", None):
+        if getattr(getattr(self.trainer.lightning_module, "client", None), "logs_itself", False):
             names = self.trainer.progress_bar_metrics.keys() - shown.keys()
             shown |= {name: f"{name} {{:.4g}}" for name in sorted(names)}
         shown["time/samples_per_s"] = "{:,.0f} samples/s"

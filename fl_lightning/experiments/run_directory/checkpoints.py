@@ -14,14 +14,14 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.clients.module_evaluation import LARGE, SMALL
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.cohort.client_memory import copy_listed
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.files import atomic_write, unwritable
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.module_evaluation import LARGE, SMALL
-from fl_lightning.round.tasks import best_is
 
 
 class RoundCheckpoint(Recorded, Checkpoint):
@@ -45,7 +45,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             first round with the best value. Rounds without a value and rounds with NaN are ignored.
         mode: Whether the largest (``"max"``) or the smallest value (``"min"``) is best. Default:
             smallest for a loss, largest for a quality such as accuracy
-            (:func:`~fl_lightning.round.tasks.best_is`).
+            (:func:`~fl_lightning.clients.tasks.best_is`).
         keep_rounds: Rounds, >= 1, whose checkpoints are kept as ``round_<r>.ckpt``. If ``monitor``
             is set, ``round_<r>_best.ckpt`` is a copy of ``best.ckpt`` after round r.
 
@@ -224,9 +224,9 @@ class RoundCheckpoint(Recorded, Checkpoint):
             torch.save(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), file)
             file.seek(0)
             loaded = torch.load(file, map_location="cpu", weights_only=self.weights_only is not False)
-            with module.slots.filled(others):
+            with module.client.slots.filled(others):
                 module.load_state_dict(loaded["state_dict"], strict=module.strict_loading)
-                for name, value in module.slots.read(others).items():
+                for name, value in module.client.slots.read(others).items():
                     if not torch.equal(value.nan_to_num(), kept[name].nan_to_num()):
                         raise ValueError(f"state_dict() of {type(model).__name__} loses: {name!r}")
         except Exception as error:
@@ -265,7 +265,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
             )
         self._complete_round = rounds
         # a LightningModule logs under any name, also at the end of the round
-        if self._evaluated and getattr(pl_module, "client_module", None) is not None:
+        if self._evaluated and isinstance(pl_module, FederatedModule) and pl_module.client.logs_itself:
             self._require_monitor(trainer)
         if self._reached_best(trainer):
             self.best_model_path = self._save(trainer, "best.ckpt")

@@ -16,6 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fl_lightning import __version__
 from fl_lightning.aggregation import WeightedMean
+from fl_lightning.clients.tasks import Task
 from fl_lightning.models.convolutions import (
     ScaledStandardizedConv2d,
     SmallStandardizedConv2d,
@@ -28,7 +29,6 @@ from fl_lightning.recorded import describe
 from fl_lightning.round.declarations import Declarations
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.record import Origin
-from fl_lightning.round.tasks import Task
 
 _LAYERS: dict[str, type[nn.Module]] = {
     "BN": _BatchNorm,
@@ -68,7 +68,7 @@ def identity(module: FederatedModule) -> dict[str, object]:
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
     steps = f"E{module.local_steps}" if module.local_steps is not None else f"E{module.local_epochs}epochs"
-    rate = f"lr{module.client_optimizer([torch.zeros(1)]).defaults['lr']:g}"
+    rate = f"lr{module.client.optimizer([torch.zeros(1)]).defaults['lr']:g}"
     method = "+".join([base, *map(describe, methods)])
     return {
         "name": "-".join([method, data, partition.partition("(")[0], steps, rate, f"s{module.seed}"]),

@@ -43,7 +43,7 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     title = run_title(module)
     with harmless(attempt.learning_curve):
         policy = json.loads(attempt.policy.read_text())
-        further = [*(module.task.best if module.client_module else module.task.measured)]
+        further = [*(module.task.best if module.client.logs_itself else module.task.measured)]
         figure = learning_curve_figure(
             read_metrics(attempt.metrics), policy, title, module.task.quality, further
         )

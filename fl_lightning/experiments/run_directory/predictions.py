@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.client_data.raw_inputs import NewSamples
+from fl_lightning.clients.tasks import Segmentation, enlarged
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, unused, write_text
 from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
 from fl_lightning.round.final_evaluation import has_batches
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.tasks import Segmentation, enlarged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

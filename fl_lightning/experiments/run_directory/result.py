@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import cast
 
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.console import format_bytes, print_table
 from fl_lightning.experiments.run_directory.describe import (
     describe_environment,
@@ -21,7 +22,6 @@ from fl_lightning.recorded import describe
 from fl_lightning.round.final_evaluation import final_classes, final_metrics
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
-from fl_lightning.round.tasks import best_is
 
 _RATES = ("client/lr", "server/lr")
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
 from typing import Literal
 
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.studies.axis_labels import is_number
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches
 from fl_lightning.experiments.studies.study_frame import Chosen
-from fl_lightning.round.tasks import best_is
 
 
 def trials(study: Study, choice: Choice) -> dict[tuple[str, ...], list[Labels]]:

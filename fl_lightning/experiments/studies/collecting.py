@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.finished import Result, metric_values
@@ -25,7 +26,6 @@ from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame, lab
 from fl_lightning.experiments.studies.table_columns import SERVER, local_metrics, models_of, of_same_models
 from fl_lightning.experiments.studies.verdicts import with_verdicts
 from fl_lightning.methods import formatted
-from fl_lightning.round.tasks import best_is
 
 
 def collect(

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from fl_lightning.clients.tasks import QUALITIES, best_is
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.axis_labels import in_words, is_number, short, varied
 from fl_lightning.experiments.studies.figure_panels import BAND, PUBLISHED, Panels, look_of, range_in_words
@@ -21,7 +22,6 @@ from fl_lightning.experiments.studies.verdicts import difference
 from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
 from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
-from fl_lightning.round.tasks import QUALITIES, best_is
 
 _BYTES = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"}
 _FORMS = ("png", "pdf")

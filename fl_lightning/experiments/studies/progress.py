@@ -8,11 +8,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from fl_lightning.clients.tasks import QUALITIES
 from fl_lightning.console import in_words
 from fl_lightning.errors import nearest
 from fl_lightning.experiments.run_directory.finished import metric_values
 from fl_lightning.experiments.studies.cells import Cell, State
-from fl_lightning.round.tasks import QUALITIES
 
 
 class StudyProgress:

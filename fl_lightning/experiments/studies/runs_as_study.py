@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.describe import origin_in_words
@@ -22,7 +23,6 @@ from fl_lightning.experiments.studies.study_frame import (
     StudyFrame,
     labelled,
 )
-from fl_lightning.round.tasks import best_is
 
 _SETTINGS = ["name", "hash", "rounds"]
 """Columns that are equal for runs that differ only in the seed."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 from tabulate import tabulate
 
+from fl_lightning.clients.tasks import best_is
 from fl_lightning.console import format_bytes, in_words
 from fl_lightning.experiments.studies import axis_labels
 from fl_lightning.experiments.studies.axis_labels import compared, short
@@ -27,7 +28,6 @@ from fl_lightning.experiments.studies.table_columns import (
     of_any_model,
 )
 from fl_lightning.files import write_text
-from fl_lightning.round.tasks import best_is
 
 
 def mean_and_deviation(values: Iterable[float]) -> str:

@@ -105,7 +105,7 @@ def test_the_model_and_the_cohort_are_left_as_they_were(method):
             blocks = [
                 b.clone() for r in (cohort.params, cohort.grads, cohort.buffers) for b in r.blocks.values()
             ]
-            self.seen.append((modes, hooks, names, id(pl_module.slots), torch.get_rng_state(), blocks))
+            self.seen.append((modes, hooks, names, id(pl_module.client.slots), torch.get_rng_state(), blocks))
 
     before, after = Watch(), type("After", (Watch,), {})()
     run(before, diagnostics(), after, *method(), model=small_cnn(dropout=0.2))

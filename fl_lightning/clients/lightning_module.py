@@ -1,4 +1,4 @@
-"""The part of a run that calls the hooks of a LightningModule of the user's own."""
+"""A LightningModule of the user's own, whose training step clients take."""
 
 import inspect
 import io
@@ -18,11 +18,18 @@ from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.client_module.client_trainer import ClientTrainer, refuse
-from fl_lightning.client_module.configured_optimizer import ConfiguredOptimizer
-from fl_lightning.client_module.logged_values import Logged, LoggedValues, reduction
-from fl_lightning.client_module.metric_states import MetricObjects, MetricStates
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.clients.client_trainer import ClientTrainer, refuse
+from fl_lightning.clients.configured_optimizer import ConfiguredOptimizer
+from fl_lightning.clients.evaluation import ServerEvaluation
+from fl_lightning.clients.logged_values import Logged, LoggedValues, reduction
+from fl_lightning.clients.metric_states import MetricObjects, MetricStates
+from fl_lightning.clients.module_evaluation import ModuleEvaluation, ModuleTask
+from fl_lightning.clients.task import ClientSettings, ClientTask
+from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
+from fl_lightning.optimizers.checks import check_elementwise
+from fl_lightning.randomness import derive_seed, seeded
 
 _NEVER_CALLED = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
@@ -44,32 +51,23 @@ ClientValues = dict[int, tuple[LoggedValues, MetricStates]]
 """Logged values and states of metric objects in a round, by client."""
 
 
-def client_module_of(model: nn.Module) -> "ClientModule | None":
-    """Return the part that calls a model's own hooks; None for a model without a ``training_step``.
-
-    Raises:
-        ConfigurationError: The module uses a part of Lightning that a round does not support.
-    """
+def trains_itself(model: nn.Module) -> bool:
+    """Return whether a model is a LightningModule with a ``training_step``."""
     module: Any = getattr(model, "_orig_mod", model)  # torch.compile wraps the model
-    kind: Any = type(module)
+    base = _base_of(type(module))
+    return base is not None and type(module).training_step is not base.training_step
+
+
+def _base_of(kind: Any) -> Any:
     # compare names: the package pytorch_lightning has the same class once more
-    base: Any = next((each for each in kind.__mro__ if each.__name__ == "LightningModule"), None)
-    if base is None or kind.training_step is base.training_step:
-        return None
-    if hasattr(model, "_orig_mod"):
-        raise ConfigurationError(
-            f"model: torch.compile hides the hooks of {kind.__name__}; give the module itself, with "
-            "SequentialExecutor(compile=True)"
-        )
-    return ClientModule(module, base)
+    return next((each for each in kind.__mro__ if each.__name__ == "LightningModule"), None)
 
 
-class ClientModule:
-    """The hooks of a user's LightningModule, called at the places of a round.
+class LightningModuleTask(ClientTask):
+    """A LightningModule whose hooks are called at the places of a round.
 
     Args:
-        module: The user's module, which is the server's model.
-        base: The class LightningModule of the package that the module uses.
+        model: The user's module, which is the server's model.
 
     Attributes:
         module: The user's module.
@@ -77,9 +75,7 @@ class ClientModule:
         local_steps: Local steps of a round, of the client with the most local steps.
         rounds: Planned number of rounds.
         metrics: The module's metric objects.
-        one_by_one: Hook because of which clients' steps cannot share a forward pass, or None.
         transfers: Whether the module changes batches on their way to the device.
-        evaluated: Names of the metrics of evaluations.
         by_client: What steps of this round have logged.
 
     Raises:
@@ -87,9 +83,19 @@ class ClientModule:
             manually.
     """
 
-    def __init__(self, module: L.LightningModule, base: type) -> None:
-        self.module, self._base = module, base
+    rate = "the lr of configure_optimizers"
+    logs_itself = True
+
+    def __init__(self, model: nn.Module) -> None:
+        module: Any = model
         name = type(module).__name__
+        if hasattr(model, "_orig_mod"):
+            raise ConfigurationError(
+                f"model: torch.compile hides the hooks of {type(model._orig_mod).__name__}; give the module itself, with "
+                "SequentialExecutor(compile=True)"
+            )
+        super().__init__(model)
+        self.module, self._base = module, _base_of(type(module))
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"model: {name} sets automatic_optimization = False; return the loss from training_step, as "
@@ -103,32 +109,51 @@ class ClientModule:
                 )
         self.one_by_one = next(filter(self.overrides, _BY_CLIENT), None)
         self.transfers = any(map(self.overrides, _TRANSFER))
+        self.strict_loading, self.has_test = module.strict_loading, self.overrides("test_step")
+        self.predicts = self.overrides("predict_step")
         self.metrics = MetricObjects(module)
         self.local_step, self.local_steps, self.rounds = 0, 1, 1
         self.by_client: ClientValues = {}
-        self.evaluated: set[str] = set()
         self._round = self._sink = self._step = LoggedValues()
         self._batch: Any = None
         self._loaders: int | None = None
         self._pooled: MetricStates = {}
         self._ended: dict[int, tuple[Any, Any]] = {}
         self._number = ""  # name of a logged value that is no tensor
-        self._optimizer: ConfiguredOptimizer | None = None
+        self._configured: ConfiguredOptimizer | None = None
+
+    def take_settings(self, given: ClientSettings) -> None:
+        """Refuse settings that the module decides.
+
+        Raises:
+            ConfigurationError: A setting is given.
+        """
+        for setting in (name for name, value in given._asdict().items() if value):
+            raise ConfigurationError(
+                f"{setting}: {type(self.module).__name__} has a training_step and a configure_optimizers of its own, which "
+                "decide this; leave the setting out"
+            )
+        self.optimizer, self.task, self.loss = self.make_optimizer, ModuleTask(), self.module.training_step
 
     def overrides(self, hook: str) -> bool:
         """Return whether the module overrides a hook of Lightning."""
         return getattr(type(self.module), hook, None) is not getattr(self._base, hook, None)
 
     @property
-    def optimizer(self) -> ConfiguredOptimizer:
+    def configured(self) -> ConfiguredOptimizer:
         """The client optimizer. The first use calls ``configure_optimizers``."""
-        if self._optimizer is None:
-            self._optimizer = ConfiguredOptimizer(self.module)
-        return self._optimizer
+        if self._configured is None:
+            self._configured = ConfiguredOptimizer(self.module)
+        return self._configured
+
+    @property
+    def group_of(self) -> Mapping[str, str]:
+        """Parameter group of each parameter."""
+        return self.configured.groups
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Return a new client optimizer, with the defaults of the module's optimizer."""
-        return self.optimizer.make(parameters)
+        return self.configured.make(parameters)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint what ``load_from_checkpoint`` of the module's class needs."""
@@ -137,9 +162,10 @@ class ClientModule:
             checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_NAME] = self.module._hparams_name
         self.module.on_save_checkpoint(checkpoint)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, rounds: int) -> None:
         """Give the module its trainer, and collect what it logs."""
-        self._optimizer, self._told, self._print = None, set[str](), run.print
+        run, self.rounds = self.run, rounds
+        self._configured, self._told = None, set[str]()
         self._round.clear()
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
@@ -156,29 +182,85 @@ class ClientModule:
             vars(run)[hook] = lambda batch, *given, own=own: (
                 batch if run.trainer.training else own(batch, *given)
             )
-        self.module.trainer = ClientTrainer(run, self)  # type: ignore[assignment]  # acts as a trainer
+        self.module.trainer = ClientTrainer(run, self)  # acts as a trainer
         # plain functions, because a copy of a module copies bound methods with their objects
         vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
         vars(self.module)["optimizers"] = lambda *_, **__: self.module.trainer.optimizers
 
-    def detach(self, run: Any) -> None:
-        """Undo :meth:`attach`."""
+    def setup(self, stage: str, rounds: int) -> None:
+        """Attach the module to its run, and call ``setup`` and ``configure_model``."""
+        data = self.run.data
+        self.attach(rounds)
+        if stage == "fit":
+            self.local_steps = max(map(self.run.plan.full_steps, range(data.num_clients)))
+        if stage == "test" and not self.has_test:
+            raise ConfigurationError(
+                f"model: {type(self.module).__name__} has no test_step to evaluate; write one, or use validate"
+            )
+        data.evaluates_clients = data.server is None
+        if stage == "fit":
+            data.note_missing_validation()
+        self.call("setup", stage)
+        self.call("configure_model")
+        self.metrics = MetricObjects(self.module)  # these hooks may have made some
+
+    def teardown(self, stage: str) -> None:
+        """Call ``teardown``, and undo :meth:`attach`."""
+        self.call("teardown", stage)
         for hook in (*_PASSED_ON, *_TRANSFER):
-            vars(run).pop(hook, None)
+            vars(self.run).pop(hook, None)
         for name in ("log", "optimizers"):
             vars(self.module).pop(name, None)
         self.module.trainer = None
+
+    def start_fit(self, rounds: int, together: str | None) -> None:
+        """Use the module's optimizer, and freeze parameters that the optimizer leaves out."""
+        self.rounds = rounds
+        name = type(self.module).__name__
+        if not self.configured.groups:
+            raise ConfigurationError(f"model: the optimizer of {name} has no trainable parameter")
+        check_elementwise(self.make_optimizer)
+        for parameter_name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(parameter_name in self.configured.groups)
+        self.parameter_groups = self.configured.settings
+        if self.one_by_one and together:
+            raise ConfigurationError(
+                f"model.executor: {together} cannot compute {self.one_by_one} of "
+                f"{name} for several clients at once; use SequentialExecutor, and no joint forward pass (FedTAN)"
+            )
+        self.call("on_fit_start")
+
+    def start_training(self) -> None:
+        """Call ``on_train_start``."""
+        self.call("on_train_start")
 
     def call(self, hook: str, *args: Any) -> Any:
         """Call a hook of the module."""
         with doing(f"{type(self.module).__name__}.{hook}"):
             return getattr(self.module, hook)(*args)
 
-    def transferred(self, batch: Any) -> Any:
-        """Move a batch to the module's device, with the hooks before and after it."""
+    def on_device(self, batch: Any) -> Any:
+        """Convert a batch, and move it to the module's device, with the hooks before and after it."""
+        batch = self.run.trainer.precision_plugin.convert_input(batch)
         batch = self.module.on_before_batch_transfer(batch, 0)
         batch = self.module.transfer_batch_to_device(batch, self.module.device, 0)
         return self.module.on_after_batch_transfer(batch, 0)
+
+    def moved(self, batches: BatchStack, clients: Sequence[int], positions: Sequence[int]) -> BatchStack:
+        """Move the batches of a local step to the run's device, with random numbers for each client."""
+        if not self.transfers:
+            return super().moved(batches, clients, positions)
+        found = []
+        for client, position, batch in zip(
+            clients, positions, batches.batches(), strict=not self.run.centralised
+        ):
+            with seeded(derive_seed(self.seed, "transfer", client, position)):
+                found.append(self.on_device(batch))
+        return BatchStack(batches=found)
+
+    def at_step(self, step: int) -> None:
+        """Let the module's trainer count this local step."""
+        self.local_step = step
 
     def start_round(self) -> None:
         """Call ``on_train_epoch_start``.
@@ -187,9 +269,10 @@ class ClientModule:
             ConfigurationError: The hook freezes parameters or BN layers, or the reverse.
         """
         modes = {layer: layer.training for layer in batch_norm_layers(self.module).values()}
-        self.call("on_train_epoch_start")
+        with seeded(derive_seed(self.seed, "on_train_epoch_start", self.run.round)):
+            self.call("on_train_epoch_start")
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        changed = sorted(trained ^ self.optimizer.groups.keys())
+        changed = sorted(trained ^ self.configured.groups.keys())
         changed += [type(layer).__name__ for layer, training in modes.items() if layer.training != training]
         if changed:
             raise ConfigurationError(
@@ -201,7 +284,7 @@ class ClientModule:
         """Forget what local steps have logged."""
         self.by_client, self._pooled, self.local_step = {}, {}, 0
 
-    def loss(self, batch: Any) -> Tensor:
+    def client_loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
         self.metrics.reset()  # a method may have called this method outside of a local step
         self._number = ""
@@ -223,7 +306,7 @@ class ClientModule:
         return loss.reshape(())
 
     def logged(self) -> dict[str, Tensor]:
-        """Return the values that the last :meth:`loss` has logged, so that vmap can stack them.
+        """Return the values that the last :meth:`client_loss` has logged, so that vmap can stack them.
 
         Raises:
             CannotVectorize: The step has updated a metric object for several clients at once.
@@ -241,7 +324,7 @@ class ClientModule:
         return partial(self._keep, self._step)
 
     def cannot_replay(self) -> str | None:
-        """Return why the last :meth:`loss` needs its Python code in every step; None if it does not."""
+        """Return why the last :meth:`client_loss` needs its Python code in every step; None if it does not."""
         name = type(self.module).__name__
         if self.metrics.updated:
             return f"training_step of {name} updates the metric object {self.metrics.updated!r}"
@@ -274,7 +357,28 @@ class ClientModule:
 
             yield client, call
 
-    def sent(self) -> ClientValues:
+    def begin_steps(self, cohort: RoundCohort) -> None:
+        """Set the settings of the client optimizers that schedulers change."""
+        scheduled = self.configured.scheduled(self.run.round - 1, self.local_steps, cohort.step)
+        for block, settings in cohort.optimizer_groups.items() if scheduled else ():
+            settings.update(scheduled[cohort.params.layout[block].group])
+
+    def end_steps(self, cohort: RoundCohort) -> None:
+        """Call ``on_train_batch_end`` after each client's local step."""
+        for client, call in self.steps_that_ended():
+            row = cohort.client_ids.index(client)
+            tensors = cohort.row_state(row).tensors
+            with self.slots.filled(tensors):
+                call()
+                updated = self.slots.read(tensors)
+            cohort.take_up(row, updated)
+
+    def end_step_of_server(self) -> None:
+        """Call ``on_train_batch_end`` after a step on the server's own tensors."""
+        for _, call in self.steps_that_ended():
+            call()
+
+    def logged_by_clients(self) -> ClientValues:
         """Return what the clients of this rank have logged, on the CPU."""
         return {
             client: (
@@ -284,8 +388,11 @@ class ClientModule:
             for client, (values, metrics) in self.by_client.items()
         }
 
-    def merge(self, parts: Sequence[tuple[LoggedValues, MetricStates]]) -> dict[str, float]:
-        """Combine what the clients have logged, in their order, and return it, after their local steps."""
+    def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[Mapping[int, Any]]) -> None:
+        """Combine what the clients of all ranks have logged, in the order of ``clients``."""
+        # a rank without clients computes a client of the first rank again
+        logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
+        parts = [logged[client] for client in clients if client in logged]
         self.local_step = self.local_steps
         for values, _ in parts:
             self._round.add_all(values)
@@ -293,20 +400,17 @@ class ClientModule:
         self.metrics.put(self._pooled)
         numbers = self._round.numbers(self.metrics.metrics)
         self.metrics.reset()
-        return numbers
+        self.run.show_to_callbacks(numbers)
 
-    def end_round(self, kept: dict[Any, MetricStates]) -> tuple[dict[str, float], set[str]]:
-        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show.
-
-        Args:
-            kept: States of best values; the entry ``"train"`` is that of the round before.
-        """
+    def end_round(self) -> tuple[dict[str, float], set[str]]:
+        """Call ``on_train_epoch_end``; return the round's values, and names that progress bars show."""
+        kept = self.run.evaluation.kept  # of the best values; the entry "train" is that of the round before
         self.metrics.put({**kept.get("train", {}), **self._pooled})
         self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
-        if both := sorted(values.keys() & (self.evaluated - self._told)):
+        if both := sorted(values.keys() & (self.logged_names - self._told)):
             self._told.update(both)
-            self._print(
+            self.run.print(
                 f"self.log({both[0]!r}): logged in training and in evaluations, so the metrics of a round have the value of training"
             )
         shown = {name for name, logged in self._round.items() if logged.prog_bar}
@@ -314,6 +418,39 @@ class ClientModule:
         self._round.clear()
         self.local_step = 0  # Lightning now counts the round
         return values, shown
+
+    def new_evaluation(self) -> ModuleEvaluation:
+        """Return an evaluation by the module's steps."""
+        return ModuleEvaluation(self)
+
+    def evaluate_batch(self, batch: Any, evaluation: ServerEvaluation) -> None:
+        """Call ``validation_step`` or ``test_step`` for the next batch of an evaluation."""
+        if isinstance(evaluation, ModuleEvaluation):
+            evaluation.step(batch)
+        else:  # only the forward pass is wanted
+            self.evaluate("validation", batch, 0, None, LoggedValues())
+
+    def evaluate_in_loop(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        """Evaluate the server's model on a batch of a loop of Lightning, and return the step's outputs."""
+        return self.run.evaluation.step_of_loop(batch, batch_idx, loader)
+
+    def metric_name(self, split: str, name: str) -> str:
+        """Return the name by which the module logs a metric."""
+        self.logged_names.add(name)
+        return name
+
+    def require_outputs(self, user: str) -> None:
+        """Raise a ``ConfigurationError``, as evaluation steps do not return what ``user`` measures."""
+        raise ConfigurationError(
+            f"{user}: measures class scores, which the validation_step of {type(self.module).__name__} does not return; leave it "
+            "out, or give the network itself as model.model"
+        )
+
+    def predict(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        """Return what ``predict_step`` returns, or the module's outputs."""
+        if not self.predicts:
+            return super().predict(batch, batch_idx, loader)
+        return self.call_step("predict_step", batch, batch_idx, loader)
 
     def evaluate(
         self, kind: str, batch: Any, batch_idx: int, loader: int | None, values: LoggedValues
@@ -366,7 +503,7 @@ class ClientModule:
             name = f"{name}/dataloader_idx_{self._loaders}"
         if given.get("on_step") and self._sink is self._step and "on_step" not in self._told:
             self._told.add("on_step")
-            self._print(
+            self.run.print(
                 "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
             )
         prog_bar, forked = given.get("prog_bar", False), bool(given.get("on_step") and given.get("on_epoch"))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.clients.tasks import Classification, Segmentation, Task
 from fl_lightning.randomness import generator
-from fl_lightning.round.tasks import Classification, Segmentation, Task
 
 _Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -295,7 +295,9 @@ class AsksForLosses(FederatedCallback):
     role = "observer"
 
     def ask(self, pl_module):
-        pl_module.client_loss(pl_module.data.cohort_batch([1], [1]).map(pl_module.on_device).batches()[0])
+        pl_module.client.client_loss(
+            pl_module.data.cohort_batch([1], [1]).map(pl_module.on_device).batches()[0]
+        )
 
     def on_local_step_end(self, trainer, pl_module, cohort, step):
         self.ask(pl_module)

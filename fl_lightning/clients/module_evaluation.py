@@ -6,22 +6,22 @@ from itertools import islice
 from math import inf
 from typing import Any
 
+import lightning as L
+
 from fl_lightning.client_data.loaders import every_batch
-from fl_lightning.client_module import ClientModule
-from fl_lightning.client_module.logged_values import LoggedValues
-from fl_lightning.client_module.metric_states import MetricStates
+from fl_lightning.clients.evaluation import ServerEvaluation
+from fl_lightning.clients.logged_values import LoggedValues
+from fl_lightning.clients.metric_states import MetricStates
+from fl_lightning.clients.tasks import Task
 from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_everything
-from fl_lightning.round.context import RunContext
-from fl_lightning.round.evaluation import ServerEvaluation
-from fl_lightning.round.tasks import Task
 
 # words in names of metrics whose best values are large, and whose best values are small
 LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
 SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
 
 
-class _ModuleTask(Task):
+class ModuleTask(Task):
     """Task of a LightningModule that computes its own loss and metrics.
 
     Attributes:
@@ -61,12 +61,11 @@ class ModuleEvaluation(ServerEvaluation):
     over the clients.
 
     Args:
-        run: The federated module.
         client: The hooks of the LightningModule.
     """
 
-    def __init__(self, run: RunContext, client: ClientModule) -> None:
-        self._run, self._client = run, client
+    def __init__(self, client: Any) -> None:
+        self._client = client
         self._of_client: int | None = None
         super().__init__()
 
@@ -77,8 +76,12 @@ class ModuleEvaluation(ServerEvaluation):
         self._held: MetricStates = {}
         self._parts: list[dict[str, float]] = []
         self._index = 0
-        self.shown: set[str] = set()
+        self.shown = set()
         self.loader: int | None = None
+
+    @property
+    def _run(self) -> Any:
+        return self._client.run
 
     @property
     def _kind(self) -> str:
@@ -107,7 +110,7 @@ class ModuleEvaluation(ServerEvaluation):
 
     @property
     def _limits(self) -> Sequence[int | float]:
-        trainer = self._run.trainer
+        trainer: L.Trainer = self._run.trainer
         if trainer.sanity_checking:
             return trainer.num_sanity_val_batches
         return trainer.num_test_batches if trainer.testing else trainer.num_val_batches
@@ -156,7 +159,9 @@ class ModuleEvaluation(ServerEvaluation):
         with self._client.collecting(self._values):
             self._client.call(f"on_{self._kind}_epoch_end")
         self._parts.append(self._values.numbers(metrics))
-        self.shown |= {name for name, logged in self._values.items() if logged.prog_bar}
+        self.shown = (self.shown or set()) | {
+            name for name, logged in self._values.items() if logged.prog_bar
+        }
         large = {n: metrics[x.metric].higher_is_better if x.metric else None for n, x in self._values.items()}
         self._run.task.learn(large)
         self._client.call(f"on_{self._kind}_end")

@@ -9,13 +9,11 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fl_lightning.client_data.batches import copied
+from fl_lightning.clients.metrics import compute, measure, sums_integers
+from fl_lightning.clients.tasks import Classification, Counts, Task
 from fl_lightning.errors import doing
-from fl_lightning.execution.base import computing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
-from fl_lightning.round.context import RunContext
-from fl_lightning.round.metrics import compute, measure, sums_integers
-from fl_lightning.round.tasks import Classification, Counts, Task
 
 _Entries = dict[str, list[tuple[int, Any]]]
 """Results of batches by the name of a measured quantity, as pairs (batch number, state).
@@ -40,6 +38,7 @@ class ServerEvaluation:
             the list is empty.
         class_quality: Main metric of each class, such as the accuracy; None for a class without
             samples. Without class labels, the list is empty.
+        shown: Names of the metrics that progress bars show; None for all.
         kept: States that the next evaluation needs, such as the best value so far, by client.
     """
 
@@ -50,6 +49,7 @@ class ServerEvaluation:
         self.class_samples: list[int] = []
         self.class_quality: list[float | None] = []
         self.kept: dict[Any, Any] = {}
+        self.shown: set[str] | None = None
         self._task: Task = Classification()
         self.start()
 
@@ -63,7 +63,7 @@ class ServerEvaluation:
 
     def divide(
         self,
-        run: RunContext,
+        run: Any,
         batch: Any,
         batch_idx: int,
         evaluate: Callable[[Any, "ServerEvaluation"], None],
@@ -72,7 +72,7 @@ class ServerEvaluation:
         """Evaluate a batch on one rank. Later, :meth:`finish` sends the result to all ranks.
 
         Args:
-            run: The run of the evaluated model.
+            run: The federated module.
             batch: The batch.
             batch_idx: The batch's number, from 0.
             evaluate: Function that adds a batch to an evaluation. Before the call, the global
@@ -89,7 +89,7 @@ class ServerEvaluation:
         self._batch = batch_idx
         try:
             seed_everything(seed)
-            with doing(place), computing(run, batch):
+            with doing(place), run.client.computing(batch):
                 evaluate(copied(batch), self)
         except Exception as error:
             if ranks.size == 1:

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.clients.metrics import measure
+from fl_lightning.clients.tasks import Classification, Segmentation
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.round.context import RunContext
-from fl_lightning.round.metrics import measure
-from fl_lightning.round.tasks import Classification, Segmentation
 
 _SAMPLES = 2
 
 
-def check_outputs(run: RunContext, outputs: Any, targets: Any) -> None:
+def check_outputs(run: Any, outputs: Any, targets: Any) -> None:
     """Check the number of a model's outputs.
 
     The check is skipped if the task is user-defined or the number of classes is unknown.
@@ -42,7 +41,7 @@ def check_outputs(run: RunContext, outputs: Any, targets: Any) -> None:
         )
 
 
-def check_before_training(run: RunContext) -> None:
+def check_before_training(run: Any) -> None:
     """Check the model's outputs and the metrics of ``model.metrics`` for two training samples.
 
     The model is in eval mode. The model and the random generators do not change. The check is
@@ -73,7 +72,7 @@ def check_before_training(run: RunContext) -> None:
             measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
 
-def _classes(run: RunContext) -> int | None:
+def _classes(run: Any) -> int | None:
     if type(run.task) not in (Classification, Segmentation):
         return None
     data = getattr(getattr(run, "_trainer", None), "datamodule", None)

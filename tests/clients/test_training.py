@@ -31,7 +31,7 @@ class SentRows(FederatedCallback):
     def on_before_aggregate(self, trainer, pl_module, cohort):
         rows = range(len(cohort))
         self.rows.append([copies({**cohort.params.row(i), **cohort.buffers.row(i)}) for i in rows])
-        self.logged.append({c: values for c, (values, _) in pl_module.client_module.by_client.items()})
+        self.logged.append({c: values for c, (values, _) in pl_module.client.by_client.items()})
 
 
 def copies(tensors):

@@ -1,0 +1,27 @@
+"""What clients compute: a network with a loss, or a LightningModule of the user's own."""
+
+from torch import nn
+
+from fl_lightning.clients.evaluation import ServerEvaluation
+from fl_lightning.clients.lightning_module import LightningModuleTask, trains_itself
+from fl_lightning.clients.network import NetworkTask
+from fl_lightning.clients.task import ClientTask
+from fl_lightning.clients.tasks import Classification, Segmentation, Task
+
+__all__ = [
+    "Classification",
+    "ClientTask",
+    "LightningModuleTask",
+    "NetworkTask",
+    "Segmentation",
+    "ServerEvaluation",
+    "Task",
+    "task_of",
+]
+
+
+def task_of(model: nn.Module | ClientTask) -> ClientTask:
+    """Return what clients compute with a model."""
+    if isinstance(model, ClientTask):
+        return model
+    return LightningModuleTask(model) if trains_itself(model) else NetworkTask(model)
