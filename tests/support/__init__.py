@@ -15,6 +15,7 @@ Methods
 
 LightningModules and data
     lightning_sites: a LightningModule and data modules of sites, as a user of Lightning writes them
+    plain_lightning: clients and rounds by Lightning alone, as a reference
     layouts: small data sets in the layouts of Tiny-ImageNet, LEAF and FedDrive
     colour_folders: small images in class folders
     street_scenes: small images in the layout of Cityscapes

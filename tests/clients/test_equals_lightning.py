@@ -1,0 +1,545 @@
+"""Modules that keep things outside of parameters and buffers train as in Lightning, or are refused by name."""
+
+import random
+import re
+import warnings
+from copy import deepcopy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from fl_lightning import ConfigurationError, FederatedModule, Run
+from fl_lightning.execution.vectorized import VectorizedExecutor
+from tests.support.lightning_sites import FEATURES, federated, sites
+from tests.support.plain_lightning import (
+    Small,
+    check_equals_lightning,
+    equal_or_refused,
+    known_fault,
+    known_fault_mark,
+    new,
+)
+
+pytestmark = pytest.mark.first_steps
+
+
+# optimizers
+
+
+class Keywords(torch.optim.SGD):
+    def __init__(self, params, lr, **kw):
+        super().__init__(params, lr=lr, **kw)
+
+
+class OptimizerWithKeywords(Small):
+    def configure_optimizers(self):
+        return Keywords(self.net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.05)
+
+
+class Scaled(torch.optim.SGD):
+    def __init__(self, params, lr, scale=1.0):
+        super().__init__(params, lr=lr)
+        self.scale = scale
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(self.scale * group.get("boost", 1.0))
+        super().step()
+        return loss
+
+
+class OptimizerWithAttribute(Small):
+    def configure_optimizers(self):
+        return Scaled(self.net.parameters(), lr=0.3, scale=2.0)
+
+
+class OptimizerWithAttributeSetLater(Small):
+    def configure_optimizers(self):
+        optimizer = Scaled(self.net.parameters(), lr=0.3)
+        optimizer.scale = 2.0
+        return optimizer
+
+
+class OptimizerWithOwnKey(Small):
+    def configure_optimizers(self):
+        groups = [{"params": self.net[0].parameters(), "boost": 3.0}, {"params": self.net[2].parameters()}]
+        return Scaled(groups, lr=0.3)
+
+
+class OptimizerWithPostHook(Small):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *given: self.clip_weights())
+        return optimizer
+
+    @torch.no_grad()
+    def clip_weights(self):
+        for parameter in self.net.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+class OptimizerWithPreHook(OptimizerWithPostHook):
+    """Lightning calls this hook before ``training_step``, which is the optimizer's closure."""
+
+    def configure_optimizers(self):
+        optimizer = Small.configure_optimizers(self)
+        optimizer.register_step_pre_hook(lambda *given: self.clip_weights())
+        return optimizer
+
+
+OPTIMIZERS = [
+    known_fault(OptimizerWithKeywords, "the optimizer is rebuilt from class and defaults"),
+    known_fault(OptimizerWithAttribute, "the optimizer is rebuilt from class and defaults"),
+    known_fault(OptimizerWithAttributeSetLater, "the optimizer is rebuilt from class and defaults"),
+    known_fault(OptimizerWithOwnKey, "the optimizer is rebuilt from class and defaults"),
+    known_fault(OptimizerWithPostHook, "hooks of the optimizer's step are refused"),
+]
+
+
+# parameters that are read from another place than the module that owns them
+
+
+def squares(parameters):
+    return sum(parameter.square().sum() for parameter in parameters)
+
+
+class ParametersInList(Small):
+    strength = 3e-4
+
+    def __init__(self):
+        super().__init__()
+        self.decayed = [parameter for parameter in self.net.parameters() if parameter.ndim > 1]
+
+    def penalty(self, batch):
+        return self.strength * squares(self.decayed)
+
+
+class StrongPenaltyOfList(ParametersInList):
+    strength = 0.1
+
+
+class ParametersInDict(Small):
+    def __init__(self):
+        super().__init__()
+        self.decayed = dict(self.net.named_parameters())
+
+    def penalty(self, batch):
+        return 3e-4 * squares(self.decayed.values())
+
+
+class Importance:
+    """The penalty of EWC, with equal importances."""
+
+    def __init__(self, net):
+        self.parameters = list(net.parameters())
+        self.start = [parameter.detach().clone() - 0.3 for parameter in self.parameters]
+
+    def __call__(self):
+        return squares([p - start for p, start in zip(self.parameters, self.start, strict=True)])
+
+
+class ParametersInHelper(Small):
+    def __init__(self):
+        super().__init__()
+        self.importance = Importance(self.net)
+
+    def penalty(self, batch):
+        return 3e-4 * self.importance()
+
+
+class Proximal(Small):
+    """The proximal term of FedProx, written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.pulled = list(self.net.parameters())
+
+    def on_train_epoch_start(self):
+        self.center = [parameter.detach().clone() - 0.5 for parameter in self.pulled]
+
+    def penalty(self, batch):
+        return 3e-4 * squares([p - c for p, c in zip(self.pulled, self.center, strict=True)])
+
+
+class ParametersInPartial(Small):
+    def __init__(self):
+        super().__init__()
+        self.decay = partial(squares, [*self.net.parameters()])
+
+    def penalty(self, batch):
+        return 3e-4 * self.decay()
+
+
+class BoundMethod(Small):
+    def __init__(self):
+        super().__init__()
+        self.features = self.net[0].forward
+
+    def penalty(self, batch):
+        return 0.1 * self.features(batch[0]).square().mean()
+
+
+ELSEWHERE = [
+    known_fault(ParametersInList),
+    known_fault(StrongPenaltyOfList),
+    known_fault(ParametersInDict),
+    known_fault(ParametersInHelper),
+    known_fault(Proximal),
+    known_fault(ParametersInPartial),
+    BoundMethod,
+]
+
+
+# lambdas, closures and forward hooks
+
+
+class LambdaOfModule(Small):
+    def __init__(self):
+        super().__init__()
+        self.decay = lambda: 3e-4 * squares(self.net.parameters())
+
+    def penalty(self, batch):
+        return self.decay()
+
+
+class LambdaOfParameter(LambdaOfModule):
+    def __init__(self):
+        super().__init__()
+        weight = self.net[0].weight
+        self.decay = lambda: 3e-4 * weight.square().sum()
+
+
+class LambdaWithDefault(LambdaOfModule):
+    def __init__(self):
+        super().__init__()
+        self.decay = lambda net=self.net: 3e-4 * squares(net.parameters())
+
+
+class NestedFunction(LambdaOfModule):
+    def __init__(self):
+        super().__init__()
+        parameters = [*self.net.parameters()]
+
+        def decay():
+            return 3e-4 * squares(parameters)
+
+        self.decay = decay
+
+
+class LambdaInList(LambdaOfModule):
+    def __init__(self):
+        super().__init__()
+        self.decay = [lambda: 3e-4 * squares(self.net.parameters())]
+
+    def penalty(self, batch):
+        return self.decay[0]()
+
+
+class LambdaWithoutGradient(Small):
+    """Consistency with the module's own outputs, through which no gradient flows."""
+
+    def __init__(self):
+        super().__init__()
+        net = self.net
+        self.target = torch.no_grad()(lambda inputs: net(inputs))
+
+    def penalty(self, batch):
+        return mse_loss(self.net(batch[0] + 0.1), self.target(batch[0]))
+
+
+class LambdaThroughNorm(Small):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        first, norm = self.net[0], self.norm
+        self.target = lambda inputs: norm(first(inputs)).detach()
+
+    def penalty(self, batch):
+        return mse_loss(self.net[0](batch[0]), self.target(batch[0]))
+
+
+class ForwardHook(Small):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.net[0].register_forward_hook(lambda layer, inputs, outputs: outputs * self.scale)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class ForwardHookOfParameter(ForwardHook):
+    def __init__(self):
+        Small.__init__(self)
+        self.scale = scale = nn.Parameter(torch.ones(5))
+        self.net[0].register_forward_hook(lambda layer, inputs, outputs: outputs * scale)
+
+
+class ForwardHookKeepsFeatures(Small):
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+        self.net[0].register_forward_hook(
+            lambda layer, inputs, outputs: self.kept.update(features=outputs) if self.training else None
+        )
+
+    def penalty(self, batch):
+        return 0.1 * self.kept["features"].square().mean()
+
+
+FUNCTIONS = [
+    (LambdaOfModule, "decay"),
+    known_fault((LambdaOfParameter, "decay")),
+    (LambdaWithDefault, "decay"),
+    known_fault((NestedFunction, "decay")),
+    (LambdaInList, "decay"),
+    (LambdaWithoutGradient, "target"),
+    (LambdaThroughNorm, "target"),
+    (ForwardHook, "hook"),
+    known_fault((ForwardHookOfParameter, "hook")),
+    (ForwardHookKeepsFeatures, "hook"),
+]
+
+
+# teachers
+
+
+class HiddenTeacher(Small):
+    """A mean teacher that the list hides from Lightning."""
+
+    burn_in = 0
+
+    def __init__(self):
+        super().__init__()
+        self.teachers = self.hidden(deepcopy(self.net).requires_grad_(False))
+
+    def hidden(self, net):
+        return [net]
+
+    @property
+    def teacher(self):
+        return self.teachers[0]
+
+    def penalty(self, batch):
+        return mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.current_epoch >= self.burn_in:
+            self.move()
+
+    def move(self):
+        with torch.no_grad():
+            for mean, value in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mean.mul_(0.5).add_(value, alpha=0.5)
+
+
+class TeacherInDict(HiddenTeacher):
+    def hidden(self, net):
+        return {0: net}
+
+
+class TeacherInHiddenAttribute(HiddenTeacher):
+    def __init__(self):
+        super().__init__()
+        vars(self)["_teacher"] = self.teachers.pop()
+
+    @property
+    def teacher(self):
+        return self._teacher
+
+
+class HiddenTeacherByData(HiddenTeacher):
+    def move(self):
+        for mean, value in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data = 0.5 * mean.data + 0.5 * value.data
+
+
+class RegisteredTeacher(HiddenTeacher):
+    def __init__(self):
+        super().__init__()
+        self.mean_net = self.teachers.pop()
+
+    @property
+    def teacher(self):
+        return self.mean_net
+
+
+class TeacherByData(RegisteredTeacher):
+    """The moving average of MoCo."""
+
+    def move(self):
+        for mean, value in zip(self.mean_net.parameters(), self.net.parameters(), strict=True):
+            mean.data.mul_(0.5).add_(0.5 * value.data)
+
+
+class TeacherByNewData(RegisteredTeacher):
+    """The moving average of BYOL."""
+
+    def move(self):
+        for mean, value in zip(self.mean_net.parameters(), self.net.parameters(), strict=True):
+            mean.data = 0.5 * mean.data + 0.5 * value.data
+
+
+class TeacherByStateDict(RegisteredTeacher):
+    def move(self):
+        self.mean_net.load_state_dict(self.net.state_dict())
+
+
+class HiddenTeacherAfterBurnIn(HiddenTeacher):
+    burn_in = 1
+
+
+class RegisteredTeacherAfterBurnIn(TeacherByData):
+    burn_in = 1
+
+
+HIDDEN_TEACHERS = [
+    known_fault(HiddenTeacher),
+    known_fault(TeacherInDict),
+    known_fault(TeacherInHiddenAttribute),
+    known_fault(HiddenTeacherByData),
+    known_fault(HiddenTeacherAfterBurnIn),
+]
+AVERAGED = "a parameter without gradient that a step moves is refused"
+TEACHERS = [
+    known_fault(kind, AVERAGED)
+    for kind in (RegisteredTeacher, TeacherByData, TeacherByNewData, TeacherByStateDict)
+]
+
+
+# steps and data
+
+
+class AverageByStep(Small):
+    """A moving average whose decay grows with the number of steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5, FEATURES))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        decay = (1 + self.global_step) / (10 + self.global_step)
+        self.average.mul_(decay).add_(self.net[0].weight.detach(), alpha=1 - decay)
+
+
+class AverageByTrainersStep(AverageByStep):
+    @property
+    def global_step(self):
+        return self.trainer.global_step
+
+
+class DecayByStep(Small):
+    def penalty(self, batch):
+        return 0.1 / (1 + self.global_step) * squares(self.net.parameters())
+
+
+class NewData(Small):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for parameter in self.net.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+class NewDataBeforeStep(Small):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[2].weight.data = self.net[2].weight.data / self.net[2].weight.data.norm(dim=1, keepdim=True)
+
+
+class PreviousGradient(Small):
+    """Lightning clears gradients between ``training_step`` and the backward pass."""
+
+    def penalty(self, batch):
+        previous = self.net[0].weight.grad
+        return 0.0 if previous is None else 0.1 * (self.net[0].weight * previous.clone()).sum()
+
+
+class NumpyMixup(Small):
+    """Mixup from round 2 on."""
+
+    def share(self):
+        return float(np.random.beta(0.4, 0.4))
+
+    def training_step(self, batch, batch_idx):
+        share = self.share() if self.current_epoch > 0 else 1.0
+        scores = self.net(share * batch[0] + (1 - share) * batch[0].flip(0))
+        return share * cross_entropy(scores, batch[1]) + (1 - share) * cross_entropy(scores, batch[1].flip(0))
+
+
+class PythonMixup(NumpyMixup):
+    def share(self):
+        return random.random()
+
+
+STEPS = [
+    known_fault(AverageByStep, "global_step in on_train_batch_end is one less than Lightning's"),
+    known_fault(AverageByTrainersStep, "global_step in on_train_batch_end is one less than Lightning's"),
+    DecayByStep,
+    NewData,
+    NewDataBeforeStep,
+    known_fault(PreviousGradient),
+    NumpyMixup,
+    PythonMixup,
+]
+
+
+@pytest.mark.parametrize("kind", [Small, *OPTIMIZERS, *ELSEWHERE, *TEACHERS, *STEPS])
+def test_clients_and_rounds_equal_lightning(kind):
+    check_equals_lightning(kind)
+
+
+@pytest.mark.parametrize(("kind", "name"), FUNCTIONS)
+def test_functions_that_reach_the_module_equal_lightning_or_are_refused(kind, name):
+    with equal_or_refused(name):
+        check_equals_lightning(kind)
+
+
+@pytest.mark.parametrize("kind", HIDDEN_TEACHERS)
+def test_a_hidden_teacher_equals_lightning_or_is_refused(kind):
+    with equal_or_refused("teacher"):
+        check_equals_lightning(kind)
+
+
+class OldWeightNorm(Small):
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.net[0])
+
+
+def test_the_old_weight_norm_equals_lightning_or_is_refused():
+    with equal_or_refused("net.0"):
+        check_equals_lightning(OldWeightNorm)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [known_fault(x, "one draw serves all clients under vmap") for x in (NumpyMixup, PythonMixup)],
+)
+def test_draws_that_start_in_round_2_equal_lightning_or_are_refused_under_vmap(kind):
+    with equal_or_refused("draws random numbers of (NumPy|Python)"):
+        check_equals_lightning(kind, exact=False, executor=VectorizedExecutor())
+
+
+def test_a_hook_before_the_optimizers_step_equals_lightning_or_is_refused():
+    with equal_or_refused("hooks of the optimizer's step"):
+        check_equals_lightning(OptimizerWithPreHook)
+
+
+@known_fault_mark("a write to a teacher is searched in the first two steps only")
+def test_a_teacher_that_moves_only_from_round_2_on_is_refused_by_name_and_round():
+    with pytest.raises(ConfigurationError, match=r"(?s)(?=.*mean_net)(?=.*round 2)"):
+        federated(new(RegisteredTeacherAfterBurnIn), rounds=3)
+
+
+@known_fault_mark("a parameter without gradient that a step moves is refused")
+def test_a_run_says_in_its_table_of_state_that_a_moving_network_is_averaged(tmp_path, capsys):
+    module = FederatedModule(new(TeacherByData), local_steps=2)
+    Run(module, sites(), run_root=tmp_path, max_epochs=1, accelerator="cpu").fit()
+    table = capsys.readouterr().out.partition("State of the model")[2]
+    assert re.search(r"^.*mean_net.*  averaged", table, re.MULTILINE)

@@ -1,0 +1,157 @@
+"""Clients and rounds by Lightning alone, as a reference for modules that users write."""
+
+import re
+from contextlib import contextmanager
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fl_lightning import ConfigurationError
+from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.testing import ClientStates
+from tests.support.lightning_sites import CLASSES, FEATURES, TRAINER, Site, federated, sites
+
+BATCH = 8
+FAILURES = (AssertionError, ConfigurationError, pytest.fail.Exception)
+
+
+class Small(L.LightningModule):
+    """A classifier whose subclasses add a penalty to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self.net(batch[0]), batch[1]) + self.penalty(batch)
+
+    def penalty(self, batch):
+        return 0.0
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.3)
+
+
+class SeedsOfSteps(L.Callback):
+    """Seeds each local step in Lightning as a round seeds it."""
+
+    def __init__(self, number, client):
+        self.number, self.client = number, client
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        seed_global(derive_seed(0, "model", self.number, self.client, batch_idx), pl_module.device)
+
+
+def new(kind, dtype=torch.float32):
+    """Make a module whose tensors have the same values in each call, those in lists, too."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        return kind()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tensors(module):
+    """Return copies of a module's parameters and buffers by name."""
+    return {n: x.detach().clone() for n, x in (*module.named_parameters(), *module.named_buffers())}
+
+
+def lightning_client(module, site, number=1, client=0, steps=2, precision="32-true"):
+    """Train a module on a site's batches with Lightning's trainer, as an epoch that follows ``number - 1`` epochs."""
+    settings = {"max_epochs": number, "limit_val_batches": 0, "precision": precision, **TRAINER}
+    trainer = L.Trainer(callbacks=[SeedsOfSteps(number, client)], **settings)
+    epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
+    epochs.current.processed = epochs.current.completed = number - 1
+    loop.automatic_optimization.optim_progress.optimizer.step.total.completed = (number - 1) * steps
+    trainer.fit(module, datamodule=site)
+    return trainer
+
+
+def lightning_rounds(kind, rounds=1, steps=2, count=2, dtype=torch.float32):
+    """Train copies of the server's module with Lightning, and average their parameters and buffers.
+
+    Returns:
+        The clients' tensors by round, from 0, and the server's tensors.
+    """
+    precision = "64-true" if dtype == torch.float64 else "32-true"
+    server, of_rounds = tensors(new(kind, dtype)), []
+    for number in range(1, rounds + 1):
+        sent = []
+        for client in range(count):
+            module = new(kind, dtype)
+            with torch.no_grad():
+                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                    tensor.copy_(server[name])
+            lightning_client(module, Site(client, train=BATCH * steps), number, client, steps, precision)
+            sent.append(tensors(module))
+        server = {name: _average([state[name] for state in sent]) for name in sent[0]}
+        of_rounds.append(sent)
+    return of_rounds, server
+
+
+def _average(values):
+    stacked = torch.stack(values)
+    return stacked.mean(0) if stacked.is_floating_point() else stacked.amax(0)
+
+
+def check_equals_lightning(kind, rounds=3, steps=2, exact=True, **settings):
+    """Check clients before aggregation bit for bit, and the server after several rounds to 1e-9.
+
+    Args:
+        kind: Class of the module.
+        rounds: Number of rounds.
+        steps: Local steps in a round.
+        exact: Whether to check the clients, which only some executors compute without rounding.
+        settings: Further arguments of the federated run.
+    """
+    settings |= {"data": sites(train=BATCH * steps), "local_steps": steps}
+    if exact:
+        seen, (sent,) = ClientStates(), lightning_rounds(kind, 1, steps)[0]
+        federated(new(kind), seen, rounds=1, trainer={"precision": "32-true"}, **settings)
+        for client, expected in enumerate(sent):
+            check_tensors({**tensors(new(kind)), **seen.end[1][client]}, expected, 0.0, f"client {client}")
+    run = federated(new(kind, torch.float64), rounds=rounds, **settings)
+    check_tensors(
+        tensors(run.model), lightning_rounds(kind, rounds, steps, dtype=torch.float64)[1], 1e-9, "server"
+    )
+
+
+def check_tensors(got, expected, tolerance, place):
+    """Check that tensors are within a distance of the expected ones."""
+    distances = {name: float((got[name] - value).abs().max()) for name, value in expected.items()}
+    far = {name: distance for name, distance in distances.items() if not distance <= tolerance}
+    assert not far, f"{place}: norm {_norm(expected)}, got {_norm(got)}; distances {far}"
+
+
+def _norm(state):
+    return round(float(torch.cat([x.double().flatten() for x in state.values()]).norm()), 5)
+
+
+@contextmanager
+def equal_or_refused(name):
+    """Accept that a module is refused by the name of the part that cannot be copied."""
+    refusal = None
+    try:
+        yield
+    except ConfigurationError as error:
+        refusal = str(error)
+    assert refusal is None or re.search(name, refusal), refusal
+
+
+def known_fault_mark(reason):
+    """Mark a test that fails until its fault is mended."""
+    return pytest.mark.xfail(strict=True, raises=FAILURES, reason=reason)
+
+
+def known_fault(case, reason="one module object serves all clients"):
+    """Mark a case of a test, one value or a tuple, that fails until its fault is mended."""
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=known_fault_mark(reason))
