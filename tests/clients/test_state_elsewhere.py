@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedDataModule, callbacks
-from tests.support.lightning_sites import Site, federated
-from tests.support.plain_lightning import Small, check_tensors, known_fault, new, tensors
+from tests.support.lightning_sites import federated
+from tests.support.plain_lightning import EvaluatedAtOnce, Small, check_tensors, known_fault, new, tensors
 
 pytestmark = pytest.mark.first_steps
 
@@ -241,13 +240,6 @@ class ThresholdInParameter(Threshold):
 
     def write(self, value):
         self.level.data.fill_(value)
-
-
-class EvaluatedAtOnce(Site):
-    """A site with one batch of evaluation data, as BN needs two samples."""
-
-    def val_dataloader(self):
-        return DataLoader(self.held_out, batch_size=7)
 
 
 PLACES = [

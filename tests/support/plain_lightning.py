@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError
 from fl_lightning.randomness import derive_seed, seed_global
@@ -36,6 +37,13 @@ class Small(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.3)
+
+
+class EvaluatedAtOnce(Site):
+    """A site with one batch of evaluation data, as BN needs two samples."""
+
+    def val_dataloader(self):
+        return DataLoader(self.held_out, batch_size=7)
 
 
 class SeedsOfSteps(L.Callback):

@@ -1,0 +1,574 @@
+"""Logged values, metric objects and evaluations equal Lightning's, or are refused by name before round 1."""
+
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.wrappers import Running
+
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
+from fl_lightning.execution.vectorized import VectorizedExecutor
+from tests.support.lightning_sites import TRAINER, Lit, Site, federated, sites
+from tests.support.plain_lightning import (
+    FAILURES,
+    EvaluatedAtOnce,
+    Small,
+    equal_or_refused,
+    known_fault,
+    known_fault_mark,
+    lightning_client,
+    new,
+)
+
+pytestmark = pytest.mark.first_steps
+
+
+class Metrics(FederatedCallback):
+    """The metrics of the newest round, which rank 0 hands back to the process of the test, and complete rounds."""
+
+    role = "observer"
+
+    def __init__(self):
+        self.values, self.rounds = {}, 0
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.rounds += 1
+
+    def on_train_end(self, trainer, pl_module):
+        self.values.update({n: x for n, x in pl_module.metrics.items() if not n.startswith("time/")})
+
+
+def trained(kind, data=None, *observers, rounds=1, **settings):
+    """Return the metrics of a federated run."""
+    seen = Metrics()
+    federated(new(kind, torch.float64), seen, *observers, data=data, rounds=rounds, **settings)
+    return seen.values
+
+
+def refused_before_round_1(kind, message, data=None):
+    seen = Metrics()
+    with pytest.raises(ConfigurationError, match=message):
+        federated(new(kind), seen, data=data, rounds=2)
+    assert seen.rounds == 0, "refused after local steps of round 1"
+
+
+# metric objects in training_step
+
+
+class MeanOfBatches(torchmetrics.Metric):
+    """The mean over updates, written without a count of its own."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, value):
+        self.mean = self.mean + (value - self.mean) / self._update_count
+
+    def compute(self):
+        return self.mean
+
+
+class Measures(Small):
+    """Updates a metric object in each step."""
+
+    def metric(self):
+        return MeanOfBatches()
+
+    def __init__(self):
+        super().__init__()
+        self.seen = self.metric()
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(batch[0].sum())
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class MeasuresByForward(Measures):
+    def training_step(self, batch, batch_idx):
+        self.seen(batch[0].sum())
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return Small.training_step(self, batch, batch_idx)
+
+
+class LogsComputed(Measures):
+    def training_step(self, batch, batch_idx):
+        self.seen.update(batch[0].sum())
+        return Small.training_step(self, batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("seen", self.seen.compute())
+        self.seen.reset()
+
+
+class MeanMetric(Measures):
+    def metric(self):
+        return torchmetrics.MeanMetric()
+
+
+class SumMetric(Measures):
+    def metric(self):
+        return torchmetrics.SumMetric()
+
+
+LAST_STEP = "a metric's mean counts the last step only"
+OF_STEPS = [
+    known_fault(Measures, LAST_STEP),
+    known_fault(MeasuresByForward, LAST_STEP),
+    known_fault(LogsComputed, LAST_STEP),
+]
+
+
+def lightning_value(kind, site, name="seen"):
+    module = new(kind, torch.float64)
+    return float(lightning_client(module, site, precision="64-true").callback_metrics[name])
+
+
+@pytest.mark.parametrize("kind", [*OF_STEPS, MeanMetric, SumMetric])
+def test_a_metric_of_one_client_equals_lightning(kind):
+    data = FederatedDataModule({"site": Site(1, train=24)}, server=Site(99))
+    got = trained(kind, data, local_epochs=1)["seen"]
+    assert got == pytest.approx(lightning_value(kind, Site(1, train=24)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [*OF_STEPS, MeanMetric])
+def test_the_mean_of_several_clients_counts_their_updates(kind):
+    data = FederatedDataModule({"long": Site(1, train=24), "short": Site(2, train=8)}, server=Site(99))
+    got = trained(kind, data, local_epochs=1)["seen"]
+    expected = (3 * lightning_value(kind, Site(1, train=24)) + lightning_value(kind, Site(2, train=8))) / 4
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+class RunningMean(Measures):
+    def metric(self):
+        return Running(torchmetrics.MeanMetric(), window=2)
+
+
+class RunningSum(Measures):
+    def metric(self):
+        return Running(torchmetrics.SumMetric(), window=2)
+
+
+class RunningInCollection(Measures):
+    def __init__(self):
+        super().__init__()
+        self.seen = torchmetrics.MetricCollection({"last": RunningMean.metric(self)})
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(batch[0].sum())
+        self.log_dict(self.seen, on_step=False, on_epoch=True)
+        return Small.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize(
+    "kind", [known_fault(x, "Running is NaN or 0") for x in (RunningMean, RunningSum, RunningInCollection)]
+)
+def test_a_running_metric_of_steps_is_refused_by_name(kind):
+    refused_before_round_1(kind, r"(?s)(?=.*seen)(?=.*Running)")
+
+
+class RunningInValidation(RunningMean):
+    training_step = Small.training_step
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.update(batch[0].sum())
+        self.log("val_seen", self.seen, on_step=False, on_epoch=True)
+
+
+def validated(module, site=None):
+    """Return the values that Lightning logs in an evaluation of a module."""
+    trainer = L.Trainer(precision="64-true", **TRAINER)
+    return trainer.validate(module, datamodule=site or Site(99), verbose=False)[0]
+
+
+def test_a_running_metric_of_the_servers_validation_equals_lightning():
+    got = trained(RunningInValidation)["val_seen"]
+    assert got == pytest.approx(validated(new(RunningInValidation, torch.float64))["val_seen"], rel=1e-6)
+
+
+# batch sizes, reductions and batches
+
+
+class CountsSomeSteps(Small):
+    """Logs a loss over the labels that are known, which some batches have none of."""
+
+    sizes = (0, 8, 3)
+
+    def training_step(self, batch, batch_idx):
+        self.log("seen", batch[0].sum(), batch_size=self.sizes[batch_idx])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_seen", batch[0].sum(), batch_size=self.sizes[batch_idx])
+
+
+class CountsLastStep(CountsSomeSteps):
+    sizes = (0, 0, 8)
+
+
+class CountsFirstStep(CountsSomeSteps):
+    sizes = (8, 0, 0)
+
+
+class CountsByDict(CountsSomeSteps):
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"seen": batch[0].sum()}, batch_size=self.sizes[batch_idx])
+        return Small.training_step(self, batch, batch_idx)
+
+
+class CountsByTensor(CountsSomeSteps):
+    sizes = tuple(map(torch.tensor, (0, 8, 3)))
+
+
+class CountsAfterStep(CountsSomeSteps):
+    training_step = Small.training_step
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("seen", batch[0].sum(), batch_size=self.sizes[batch_idx])
+
+
+class CountsByStepAndEpoch(CountsSomeSteps):
+    def training_step(self, batch, batch_idx):
+        self.log("seen", batch[0].sum(), batch_size=self.sizes[batch_idx], on_step=True, on_epoch=True)
+        return Small.training_step(self, batch, batch_idx)
+
+
+class CountsNoStep(CountsSomeSteps):
+    sizes = (0, 0, 0)
+
+
+SIZES = [
+    CountsSomeSteps,
+    CountsLastStep,
+    CountsFirstStep,
+    CountsByDict,
+    CountsByTensor,
+    CountsAfterStep,
+    CountsByStepAndEpoch,
+    CountsNoStep,
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "executor"),
+    [*((kind, None) for kind in SIZES), (CountsSomeSteps, VectorizedExecutor())],
+)
+def test_a_batch_size_of_zero_counts_as_in_lightning(kind, executor):
+    data = FederatedDataModule({"site": Site(1, train=24)}, server=Site(99))
+    got = trained(kind, data, local_epochs=1, executor=executor)
+    name = "seen_epoch" if kind is CountsByStepAndEpoch else "seen"
+    module = new(type("OnEpoch", (kind,), {"log": log_by_epoch}), torch.float64)
+    expected = lightning_client(module, Site(1, train=24), precision="64-true").callback_metrics[name]
+    assert got[name] == pytest.approx(float(expected), rel=1e-6, nan_ok=True)
+    assert got["val_seen"] == pytest.approx(validated(module)["val_seen"], rel=1e-6, nan_ok=True)
+
+
+def log_by_epoch(self, name, value, on_step=False, on_epoch=True, **kwargs):
+    """Log as a round logs: values of single steps only beside the mean."""
+    L.LightningModule.log(self, name, value, on_step=bool(on_step), on_epoch=True, **kwargs)
+
+
+class TwoReductions(Small):
+    def training_step(self, batch, batch_idx):
+        self.log("score", batch[0].sum())
+        self.log("score", batch[0].sum(), reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+
+class TwoReductionsInHooks(Small):
+    def training_step(self, batch, batch_idx):
+        self.log("score", batch[0].sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("score", batch[0].sum(), reduce_fx="sum")
+
+
+class ValueAndMetric(MeanMetric):
+    def training_step(self, batch, batch_idx):
+        self.log("score", batch[0].sum())
+        self.seen.update(batch[0].sum())
+        self.log("score", self.seen)
+        return Small.training_step(self, batch, batch_idx)
+
+
+UNNAMED = "the message does not name the value"
+
+
+@pytest.mark.parametrize(
+    "kind", [known_fault(x, UNNAMED) for x in (TwoReductions, TwoReductionsInHooks, ValueAndMetric)]
+)
+def test_a_name_with_two_reductions_is_refused_by_name(kind):
+    refused_before_round_1(kind, "score")
+
+
+class TwoReductionsInValidation(Small):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_score", batch[0].sum())
+        self.log("val_score", batch[0].sum(), reduce_fx="max")
+
+
+@known_fault_mark(UNNAMED)
+def test_a_name_with_two_reductions_in_an_evaluation_is_refused_by_name():
+    with pytest.raises(ConfigurationError, match="val_score"):
+        federated(new(TwoReductionsInValidation), rounds=1)
+
+
+class WithScalar(Site):
+    """Batches whose first entry has no dimension, as a temperature or an index of a domain."""
+
+    def collate(self, samples):
+        inputs, targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
+        return torch.tensor(0.5), inputs, targets
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, self.batch_size, collate_fn=self.collate)
+
+
+class WithScalarInDict(WithScalar):
+    def collate(self, samples):
+        return dict(zip(("domain", "inputs", "targets"), super().collate(samples), strict=True))
+
+
+class Tempered(Small):
+    size = 8
+
+    def training_step(self, batch, batch_idx):
+        scale, inputs, targets = batch.values() if isinstance(batch, dict) else batch
+        loss = cross_entropy(scale * self.net(inputs), targets)
+        self.log("seen", loss, batch_size=self.size, on_step=False, on_epoch=True)
+        return loss
+
+
+class TemperedWithoutSize(Tempered):
+    size = None
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer")
+@pytest.mark.parametrize("kind", [Tempered, TemperedWithoutSize])
+@pytest.mark.parametrize("site", [WithScalar, WithScalarInDict])
+@pytest.mark.xfail(strict=True, raises=(*FAILURES, IndexError), reason="the first tensor has no dimension")
+def test_a_batch_with_a_scalar_first_equals_lightning_or_is_refused(kind, site):
+    expected = lightning_value(kind, site(1))
+    with equal_or_refused("batch"):
+        got = trained(kind, FederatedDataModule({"site": site(1)}, server=Site(99)))
+        assert got["seen"] == pytest.approx(expected, rel=1e-6)
+
+
+# the trainer's optimizers
+
+
+def rate(module):
+    return module.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+class RateInStep(Small):
+    def training_step(self, batch, batch_idx):
+        self.log("seen", rate(self), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class RateAtEndOfStep(Small):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("seen", rate(self), on_step=False, on_epoch=True)
+
+
+class RateAtStart(Small):
+    def on_train_epoch_start(self):
+        self.log("seen", rate(self))
+
+
+class RateAtEnd(Small):
+    def on_train_epoch_end(self):
+        self.log("seen", rate(self))
+
+
+class RateInValidation(Small):
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.log("seen", rate(self))
+
+
+LATE = "refused at the end of round 1"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        RateInStep,
+        RateAtEndOfStep,
+        RateAtStart,
+        known_fault(RateAtEnd, LATE),
+        known_fault(RateInValidation, LATE),
+    ],
+)
+def test_the_trainers_optimizers_are_lightnings_or_refused_before_round_1(kind):
+    seen = Metrics()
+    with equal_or_refused(r"self\.trainer\.optimizers"):
+        federated(new(kind), seen, rounds=1)
+        assert seen.values["seen"] == pytest.approx(0.3)
+    assert seen.rounds == 0 or seen.values
+
+
+@known_fault_mark("the page does not name it")
+def test_the_page_says_what_becomes_of_the_trainers_optimizers():
+    page = Path(__file__).parents[2].joinpath("docs", "lightning-module.md").read_text()
+    assert any("`self.trainer.optimizers`" in line for line in page.splitlines() if line.startswith("|"))
+
+
+# evaluations
+
+
+class Unmeasurable(EvaluatedAtOnce):
+    """A site whose evaluation data make the loss NaN."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.held_out.tensors[0][0] = float("nan")
+
+
+NOT_A_NUMBER = {"clients": {"a": EvaluatedAtOnce(0), "b": Unmeasurable(1), "c": EvaluatedAtOnce(2)}}
+LEFT_OUT = "a client whose loss is NaN is left out of the mean"
+
+
+@pytest.mark.parametrize(
+    ("methods", "name"),
+    [
+        known_fault(([callbacks.ClientEvaluation], "client_val_loss"), LEFT_OUT),
+        known_fault(([callbacks.ClientEvaluation], "own_val_loss"), LEFT_OUT),
+        known_fault(([callbacks.ClientEvaluation], "client_val_loss_worst"), LEFT_OUT),
+        known_fault(([callbacks.FedBN], "own_val_loss"), LEFT_OUT),
+        known_fault(([callbacks.FedBN, callbacks.ClientEvaluation], "own_val_loss"), LEFT_OUT),
+        known_fault(([callbacks.AdaBN], "own_val_loss_adabn"), LEFT_OUT),
+    ],
+)
+def test_a_mean_over_clients_contains_the_loss_that_is_nan(methods, name):
+    data = FederatedDataModule(server=EvaluatedAtOnce(99), **NOT_A_NUMBER)
+    got = trained(lambda: Lit(optimizer="plain"), data, *(method() for method in methods))
+    assert np.isnan(got[name])
+    assert np.isfinite(got["val_loss"])
+
+
+def test_the_mean_of_clients_without_a_server_contains_the_loss_that_is_nan():
+    assert np.isnan(trained(Small, FederatedDataModule(**NOT_A_NUMBER))["val_loss"])
+
+
+class Noisy(Dataset):
+    """Samples with a random transform."""
+
+    def __init__(self, samples, draw):
+        self.samples, self.draw = samples, draw
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        inputs, targets = self.samples[index]
+        return inputs + self.draw(), targets
+
+
+class RandomTransforms(Site):
+    def __init__(self, seed, draw=lambda: torch.randn(())):
+        super().__init__(seed)
+        self.draw = draw
+
+    def val_dataloader(self):
+        return DataLoader(Noisy(self.held_out, self.draw), batch_size=3)
+
+
+class DrawsAtEnd(Small):
+    def on_validation_epoch_end(self):
+        self.log("val_draw", torch.rand(()))
+
+
+class DrawsNumpyAtEnd(Small):
+    def on_validation_epoch_end(self):
+        self.log("val_draw", float(np.random.rand()))
+
+
+class DrawsInStep(Small):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step((batch[0] + torch.randn_like(batch[0]), batch[1]), batch_idx)
+
+
+def noisy_sites(draw=lambda: torch.randn(())):
+    return FederatedDataModule({"a": Site(0), "b": Site(1)}, server=RandomTransforms(99, draw))
+
+
+class Normalised(Lit):
+    def __init__(self):
+        super().__init__(optimizer="plain")
+
+
+BEFORE = "draws of an evaluation depend on what was drawn before"
+RANDOM = [
+    (Small, noisy_sites),
+    (Small, lambda: noisy_sites(np.random.randn)),
+    (DrawsAtEnd, sites),
+    (DrawsNumpyAtEnd, sites),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "methods"),
+    [
+        *((*case, []) for case in RANDOM),
+        *((*case, [callbacks.ClientEvaluation]) for case in RANDOM),
+        known_fault((Normalised, noisy_sites, [callbacks.FedBN]), BEFORE),
+        known_fault((Normalised, lambda: noisy_sites(np.random.randn), [callbacks.FedBN]), BEFORE),
+    ],
+)
+def test_random_evaluations_are_equal_on_any_number_of_ranks(kind, data, methods):
+    one, two = (
+        trained(kind, data(), *(method() for method in methods), rounds=2, trainer=on_ranks(ranks))
+        for ranks in (1, 2)
+    )
+    assert one == two
+    assert "val_loss" in one
+
+
+def on_ranks(count):
+    return {"devices": count, "strategy": "cohort"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"), [*(known_fault(case, BEFORE) for case in RANDOM), (DrawsInStep, sites)]
+)
+def test_an_observer_does_not_change_random_evaluations(kind, data):
+    alone = trained(kind, data(), rounds=2)
+    watched = trained(kind, data(), callbacks.ClientEvaluation(), rounds=2)
+    assert {name: watched[name] for name in alone} == alone
+
+
+class KeepsLosses(Small):
+    """The pattern of Lightning 2 for values of a whole epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("mean_of_losses", torch.stack(self.losses).mean())
+        self.log("last_loss", self.losses[-1])
+        self.losses.clear()
+
+
+@known_fault_mark("a list has the losses of one rank")
+def test_a_list_that_steps_append_to_has_the_clients_of_all_ranks():
+    one, two = (trained(KeepsLosses, rounds=2, trainer=on_ranks(ranks)) for ranks in (1, 2))
+    assert one["mean_of_losses"] == two["mean_of_losses"]
+    assert one["last_loss"] == two["last_loss"]
