@@ -3,51 +3,30 @@
 from pathlib import Path
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import torchmetrics
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchmetrics.wrappers import Running
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
+from fl_lightning import ConfigurationError, FederatedDataModule
+from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from tests.support.lightning_sites import TRAINER, Lit, Site, federated, sites
+from tests.support.lightning_sites import TRAINER, Site, federated
 from tests.support.plain_lightning import (
     FAILURES,
-    EvaluatedAtOnce,
+    Metrics,
     Small,
     equal_or_refused,
     known_fault,
     known_fault_mark,
     lightning_client,
     new,
+    trained,
 )
 
 pytestmark = pytest.mark.first_steps
-
-
-class Metrics(FederatedCallback):
-    """The metrics of the newest round, which rank 0 hands back to the process of the test, and complete rounds."""
-
-    role = "observer"
-
-    def __init__(self):
-        self.values, self.rounds = {}, 0
-
-    def on_before_aggregate(self, trainer, pl_module, cohort):
-        self.rounds += 1
-
-    def on_train_end(self, trainer, pl_module):
-        self.values.update({n: x for n, x in pl_module.metrics.items() if not n.startswith("time/")})
-
-
-def trained(kind, data=None, *observers, rounds=1, **settings):
-    """Return the metrics of a federated run."""
-    seen = Metrics()
-    federated(new(kind, torch.float64), seen, *observers, data=data, rounds=rounds, **settings)
-    return seen.values
 
 
 def refused_before_round_1(kind, message, data=None):
@@ -260,11 +239,11 @@ SIZES = [
 
 @pytest.mark.parametrize(
     ("kind", "executor"),
-    [*((kind, None) for kind in SIZES), (CountsSomeSteps, VectorizedExecutor())],
+    [*((kind, SequentialExecutor) for kind in SIZES), (CountsSomeSteps, VectorizedExecutor)],
 )
 def test_a_batch_size_of_zero_counts_as_in_lightning(kind, executor):
     data = FederatedDataModule({"site": Site(1, train=24)}, server=Site(99))
-    got = trained(kind, data, local_epochs=1, executor=executor)
+    got = trained(kind, data, local_epochs=1, executor=executor())
     name = "seen_epoch" if kind is CountsByStepAndEpoch else "seen"
     module = new(type("OnEpoch", (kind,), {"log": log_by_epoch}), torch.float64)
     expected = lightning_client(module, Site(1, train=24), precision="64-true").callback_metrics[name]
@@ -423,152 +402,3 @@ def test_the_trainers_optimizers_are_lightnings_or_refused_before_round_1(kind):
 def test_the_page_says_what_becomes_of_the_trainers_optimizers():
     page = Path(__file__).parents[2].joinpath("docs", "lightning-module.md").read_text()
     assert any("`self.trainer.optimizers`" in line for line in page.splitlines() if line.startswith("|"))
-
-
-# evaluations
-
-
-class Unmeasurable(EvaluatedAtOnce):
-    """A site whose evaluation data make the loss NaN."""
-
-    def setup(self, stage):
-        super().setup(stage)
-        self.held_out.tensors[0][0] = float("nan")
-
-
-NOT_A_NUMBER = {"clients": {"a": EvaluatedAtOnce(0), "b": Unmeasurable(1), "c": EvaluatedAtOnce(2)}}
-LEFT_OUT = "a client whose loss is NaN is left out of the mean"
-
-
-@pytest.mark.parametrize(
-    ("methods", "name"),
-    [
-        known_fault(([callbacks.ClientEvaluation], "client_val_loss"), LEFT_OUT),
-        known_fault(([callbacks.ClientEvaluation], "own_val_loss"), LEFT_OUT),
-        known_fault(([callbacks.ClientEvaluation], "client_val_loss_worst"), LEFT_OUT),
-        known_fault(([callbacks.FedBN], "own_val_loss"), LEFT_OUT),
-        known_fault(([callbacks.FedBN, callbacks.ClientEvaluation], "own_val_loss"), LEFT_OUT),
-        known_fault(([callbacks.AdaBN], "own_val_loss_adabn"), LEFT_OUT),
-    ],
-)
-def test_a_mean_over_clients_contains_the_loss_that_is_nan(methods, name):
-    data = FederatedDataModule(server=EvaluatedAtOnce(99), **NOT_A_NUMBER)
-    got = trained(lambda: Lit(optimizer="plain"), data, *(method() for method in methods))
-    assert np.isnan(got[name])
-    assert np.isfinite(got["val_loss"])
-
-
-def test_the_mean_of_clients_without_a_server_contains_the_loss_that_is_nan():
-    assert np.isnan(trained(Small, FederatedDataModule(**NOT_A_NUMBER))["val_loss"])
-
-
-class Noisy(Dataset):
-    """Samples with a random transform."""
-
-    def __init__(self, samples, draw):
-        self.samples, self.draw = samples, draw
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        inputs, targets = self.samples[index]
-        return inputs + self.draw(), targets
-
-
-class RandomTransforms(Site):
-    def __init__(self, seed, draw=lambda: torch.randn(())):
-        super().__init__(seed)
-        self.draw = draw
-
-    def val_dataloader(self):
-        return DataLoader(Noisy(self.held_out, self.draw), batch_size=3)
-
-
-class DrawsAtEnd(Small):
-    def on_validation_epoch_end(self):
-        self.log("val_draw", torch.rand(()))
-
-
-class DrawsNumpyAtEnd(Small):
-    def on_validation_epoch_end(self):
-        self.log("val_draw", float(np.random.rand()))
-
-
-class DrawsInStep(Small):
-    def validation_step(self, batch, batch_idx):
-        super().validation_step((batch[0] + torch.randn_like(batch[0]), batch[1]), batch_idx)
-
-
-def noisy_sites(draw=lambda: torch.randn(())):
-    return FederatedDataModule({"a": Site(0), "b": Site(1)}, server=RandomTransforms(99, draw))
-
-
-class Normalised(Lit):
-    def __init__(self):
-        super().__init__(optimizer="plain")
-
-
-BEFORE = "draws of an evaluation depend on what was drawn before"
-RANDOM = [
-    (Small, noisy_sites),
-    (Small, lambda: noisy_sites(np.random.randn)),
-    (DrawsAtEnd, sites),
-    (DrawsNumpyAtEnd, sites),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "data", "methods"),
-    [
-        *((*case, []) for case in RANDOM),
-        *((*case, [callbacks.ClientEvaluation]) for case in RANDOM),
-        known_fault((Normalised, noisy_sites, [callbacks.FedBN]), BEFORE),
-        known_fault((Normalised, lambda: noisy_sites(np.random.randn), [callbacks.FedBN]), BEFORE),
-    ],
-)
-def test_random_evaluations_are_equal_on_any_number_of_ranks(kind, data, methods):
-    one, two = (
-        trained(kind, data(), *(method() for method in methods), rounds=2, trainer=on_ranks(ranks))
-        for ranks in (1, 2)
-    )
-    assert one == two
-    assert "val_loss" in one
-
-
-def on_ranks(count):
-    return {"devices": count, "strategy": "cohort"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "data"), [*(known_fault(case, BEFORE) for case in RANDOM), (DrawsInStep, sites)]
-)
-def test_an_observer_does_not_change_random_evaluations(kind, data):
-    alone = trained(kind, data(), rounds=2)
-    watched = trained(kind, data(), callbacks.ClientEvaluation(), rounds=2)
-    assert {name: watched[name] for name in alone} == alone
-
-
-class KeepsLosses(Small):
-    """The pattern of Lightning 2 for values of a whole epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("mean_of_losses", torch.stack(self.losses).mean())
-        self.log("last_loss", self.losses[-1])
-        self.losses.clear()
-
-
-@known_fault_mark("a list has the losses of one rank")
-def test_a_list_that_steps_append_to_has_the_clients_of_all_ranks():
-    one, two = (trained(KeepsLosses, rounds=2, trainer=on_ranks(ranks)) for ranks in (1, 2))
-    assert one["mean_of_losses"] == two["mean_of_losses"]
-    assert one["last_loss"] == two["last_loss"]

@@ -1,25 +1,167 @@
-"""State outside of parameters and buffers: numbers that steps change are refused, observers change nothing."""
+"""Teachers, counters, generators and lists of a module: right for each client, or refused by name."""
+
+import re
+from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch.nn.functional import mse_loss
 
-from fl_lightning import ConfigurationError, FederatedDataModule, callbacks
-from tests.support.lightning_sites import federated
-from tests.support.plain_lightning import EvaluatedAtOnce, Small, check_tensors, known_fault, new, tensors
+from fl_lightning import (
+    ConfigurationError,
+    FederatedModule,
+    Run,
+)
+from tests.support.lightning_sites import federated, sites
+from tests.support.plain_lightning import (
+    Number,
+    Small,
+    check_equals_lightning,
+    equal_or_refused,
+    known_fault,
+    known_fault_mark,
+    new,
+    on_ranks,
+    squares,
+    trained,
+)
 
 pytestmark = pytest.mark.first_steps
 
 
-def squares(parameters):
-    return sum(parameter.square().sum() for parameter in parameters)
+class HiddenTeacher(Small):
+    """A mean teacher that the list hides from Lightning."""
+
+    burn_in = 0
+
+    def __init__(self):
+        super().__init__()
+        self.teachers = self.hidden(deepcopy(self.net).requires_grad_(False))
+
+    def hidden(self, net):
+        return [net]
+
+    @property
+    def teacher(self):
+        return self.teachers[0]
+
+    def penalty(self, batch):
+        return mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.current_epoch >= self.burn_in:
+            self.move()
+
+    def move(self):
+        with torch.no_grad():
+            for mean, value in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mean.mul_(0.5).add_(value, alpha=0.5)
 
 
-class Number:
-    """A helper object that keeps a number."""
+class TeacherInDict(HiddenTeacher):
+    def hidden(self, net):
+        return {0: net}
 
-    value = 0.0
+
+class TeacherInHiddenAttribute(HiddenTeacher):
+    def __init__(self):
+        super().__init__()
+        vars(self)["_teacher"] = self.teachers.pop()
+
+    @property
+    def teacher(self):
+        return self._teacher
+
+
+class HiddenTeacherByData(HiddenTeacher):
+    def move(self):
+        for mean, value in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data = 0.5 * mean.data + 0.5 * value.data
+
+
+class RegisteredTeacher(HiddenTeacher):
+    def __init__(self):
+        super().__init__()
+        self.mean_net = self.teachers.pop()
+
+    @property
+    def teacher(self):
+        return self.mean_net
+
+
+class TeacherByData(RegisteredTeacher):
+    def move(self):
+        for mean, value in zip(self.mean_net.parameters(), self.net.parameters(), strict=True):
+            mean.data.mul_(0.5).add_(0.5 * value.data)
+
+
+class TeacherByNewData(RegisteredTeacher):
+    """The moving average of MoCo and BYOL."""
+
+    def move(self):
+        for mean, value in zip(self.mean_net.parameters(), self.net.parameters(), strict=True):
+            mean.data = 0.5 * mean.data + 0.5 * value.data
+
+
+class TeacherByStateDict(RegisteredTeacher):
+    def move(self):
+        self.mean_net.load_state_dict(self.net.state_dict())
+
+
+class TeacherAfterTwoSteps(TeacherByData):
+    """Moves in round 1, but not in its first two steps."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx >= 2:
+            self.move()
+
+
+class HiddenTeacherAfterBurnIn(HiddenTeacher):
+    burn_in = 1
+
+
+class RegisteredTeacherAfterBurnIn(TeacherByData):
+    burn_in = 1
+
+
+HIDDEN_TEACHERS = [
+    known_fault(HiddenTeacher),
+    known_fault(TeacherInDict),
+    known_fault(TeacherInHiddenAttribute),
+    known_fault(HiddenTeacherByData),
+    known_fault(HiddenTeacherAfterBurnIn),
+]
+AVERAGED = "a parameter without gradient that a step moves is refused"
+TEACHERS = [
+    known_fault(kind, AVERAGED)
+    for kind in (RegisteredTeacher, TeacherByData, TeacherByNewData, TeacherByStateDict, TeacherAfterTwoSteps)
+]
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_a_network_that_steps_move_is_averaged_like_a_buffer(kind):
+    check_equals_lightning(kind, steps=3)
+
+
+@pytest.mark.parametrize("kind", HIDDEN_TEACHERS)
+def test_a_hidden_teacher_equals_lightning_or_is_refused(kind):
+    with equal_or_refused("teacher"):
+        check_equals_lightning(kind, steps=3)
+
+
+@known_fault_mark("a write to a teacher is searched in the first two steps only")
+def test_a_teacher_that_moves_only_from_round_2_on_is_refused_by_name_and_round():
+    with pytest.raises(ConfigurationError, match=r"(?s)(?=.*mean_net)(?=.*round 2)"):
+        federated(new(RegisteredTeacherAfterBurnIn), rounds=3)
+
+
+@known_fault_mark("a parameter without gradient that a step moves is refused")
+def test_a_run_says_in_its_table_of_state_that_a_moving_network_is_averaged(tmp_path, capsys):
+    module = FederatedModule(new(TeacherByData), local_steps=2)
+    Run(module, sites(), run_root=tmp_path, max_epochs=1, accelerator="cpu").fit()
+    table = capsys.readouterr().out.partition("State of the model")[2]
+    assert re.search(r"^.*mean_net.*  averaged", table, re.MULTILINE)
 
 
 class Counter(Small):
@@ -139,143 +281,26 @@ def test_numbers_and_generators_that_steps_change_are_refused_by_name(kind, name
         federated(new(kind), rounds=3)
 
 
-# what evaluations change
-
-
-class Threshold(Small):
-    """Trains with a level that an evaluation has set."""
+class KeepsLosses(Small):
+    """The pattern of Lightning 2 for values of a whole epoch."""
 
     def __init__(self):
         super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(5))
-        self.make()
+        self.losses = []
 
-    def make(self):
-        self.level = 0.0
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
 
-    def read(self):
-        return self.level
-
-    def write(self, value):
-        self.level = value
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        self.seen = self.net(batch[0]).detach().square().mean()
-
-    def on_validation_epoch_end(self):
-        self.write(float(self.seen))
-
-    def forward(self, inputs):
-        return self.net(inputs)
-
-    def penalty(self, batch):
-        return self.read() * self.net(batch[0]).square().mean()
+    def on_train_epoch_end(self):
+        self.log("mean_of_losses", torch.stack(self.losses).mean())
+        self.log("last_loss", self.losses[-1])
+        self.losses.clear()
 
 
-class ThresholdInBuffer(Threshold):
-    def make(self):
-        self.register_buffer("level", torch.zeros(()))
-
-    def write(self, value):
-        self.level.fill_(value)
-
-
-class ThresholdInPrivateAttribute(Threshold):
-    _level = 0.0
-
-    def read(self):
-        return self._level
-
-    def write(self, value):
-        self._level = value
-
-
-class ThresholdInSubmodule(ThresholdInPrivateAttribute):
-    def read(self):
-        return getattr(self.net, "level", 0.0)
-
-    def write(self, value):
-        self.net.level = value
-
-
-class ThresholdInList(Threshold):
-    def make(self):
-        self.level = [0.0]
-
-    def read(self):
-        return self.level[0]
-
-    def write(self, value):
-        self.level[0] = value
-
-
-class ThresholdAppended(ThresholdInList):
-    def read(self):
-        return self.level[-1]
-
-    def write(self, value):
-        self.level.append(value)
-
-
-class ThresholdInDict(ThresholdInList):
-    def make(self):
-        self.level = {0: 0.0}
-
-
-class ThresholdInHelper(Threshold):
-    def make(self):
-        self.level = Number()
-
-    def read(self):
-        return self.level.value
-
-    def write(self, value):
-        self.level.value = value
-
-
-class ThresholdInParameter(Threshold):
-    def make(self):
-        self.level = nn.Parameter(torch.zeros(()), requires_grad=False)
-
-    def write(self, value):
-        self.level.data.fill_(value)
-
-
-PLACES = [
-    Threshold,
-    ThresholdInBuffer,
-    ThresholdInPrivateAttribute,
-    ThresholdInSubmodule,
-    ThresholdInList,
-    ThresholdAppended,
-    ThresholdInDict,
-    ThresholdInHelper,
-    ThresholdInParameter,
-]
-VARIANTS = "what an evaluation of a variant changes stays"
-
-
-def observed(kind, observer):
-    case = (kind, observer)
-    return case if kind is Threshold else known_fault(case, VARIANTS)
-
-
-@pytest.mark.parametrize(
-    ("kind", "observer"),
-    [
-        *(observed(kind, callbacks.ClientEvaluation) for kind in PLACES),
-        *(observed(kind, callbacks.StatisticsSources) for kind in PLACES),
-        *(observed(kind, callbacks.AdaBN) for kind in PLACES),
-    ],
-)
-def test_an_observer_does_not_change_training(kind, observer):
-    data = FederatedDataModule(
-        {f"site {number}": EvaluatedAtOnce(number) for number in range(2)}, server=EvaluatedAtOnce(99)
-    )
-    settings = {"data": data, "rounds": 3, "trainer": {"num_sanity_val_steps": 0}}
-    alone = tensors(federated(new(kind, torch.float64), **settings).model)
-    watched = tensors(federated(new(kind, torch.float64), observer(), **settings).model)
-    unread = federated(new(kind, torch.float64), **{**settings, "trainer": {"limit_val_batches": 0}}).model
-    check_tensors(watched, alone, 0.0, "server")
-    assert not torch.equal(alone["net.0.weight"], unread.net[0].weight)  # the level counts
+@known_fault_mark("a list has the losses of one rank")
+def test_a_list_that_steps_append_to_has_the_clients_of_all_ranks():
+    one, two = (trained(KeepsLosses, rounds=2, trainer=on_ranks(ranks)) for ranks in (1, 2))
+    assert one["mean_of_losses"] == two["mean_of_losses"]
+    assert one["last_loss"] == two["last_loss"]

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from fl_lightning import ConfigurationError
+from fl_lightning import ConfigurationError, FederatedCallback
+from fl_lightning.models.dropout import Dropout, convert_dropout, dropout_keys
 from fl_lightning.randomness import derive_seed, seed_global
 from fl_lightning.testing import ClientStates
 from tests.support.lightning_sites import CLASSES, FEATURES, TRAINER, Site, federated, sites
@@ -53,7 +54,22 @@ class SeedsOfSteps(L.Callback):
         self.number, self.client = number, client
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        key = dropout_keys(0, self.number, [self.client], batch_idx)[0]
+        for layer in pl_module.modules():
+            if isinstance(layer, Dropout):
+                layer.key.copy_(key)
         seed_global(derive_seed(0, "model", self.number, self.client, batch_idx), pl_module.device)
+
+
+class Number:
+    """A helper object that keeps a number."""
+
+    value = 0.0
+
+
+def squares(parameters):
+    """Return the sum of the squares of all parameters."""
+    return sum(parameter.square().sum() for parameter in parameters)
 
 
 def new(kind, dtype=torch.float32):
@@ -68,8 +84,8 @@ def new(kind, dtype=torch.float32):
 
 
 def tensors(module):
-    """Return copies of a module's parameters and buffers by name."""
-    return {n: x.detach().clone() for n, x in (*module.named_parameters(), *module.named_buffers())}
+    """Return copies of a module's parameters and persistent buffers by name."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def lightning_client(module, site, number=1, client=0, steps=2, precision="32-true"):
@@ -90,14 +106,13 @@ def lightning_rounds(kind, rounds=1, steps=2, count=2, dtype=torch.float32):
         The clients' tensors by round, from 0, and the server's tensors.
     """
     precision = "64-true" if dtype == torch.float64 else "32-true"
-    server, of_rounds = tensors(new(kind, dtype)), []
+    server, of_rounds = None, []
     for number in range(1, rounds + 1):
         sent = []
         for client in range(count):
             module = new(kind, dtype)
-            with torch.no_grad():
-                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                    tensor.copy_(server[name])
+            convert_dropout(module)
+            module.load_state_dict(server or tensors(module))
             lightning_client(module, Site(client, train=BATCH * steps), number, client, steps, precision)
             sent.append(tensors(module))
         server = {name: _average([state[name] for state in sent]) for name in sent[0]}
@@ -141,6 +156,33 @@ def check_tensors(got, expected, tolerance, place):
 
 def _norm(state):
     return round(float(torch.cat([x.double().flatten() for x in state.values()]).norm()), 5)
+
+
+class Metrics(FederatedCallback):
+    """The metrics of the newest round, which rank 0 hands back to the process of the test, and complete rounds."""
+
+    role = "observer"
+
+    def __init__(self):
+        self.values, self.rounds = {}, 0
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.rounds += 1
+
+    def on_train_end(self, trainer, pl_module):
+        self.values.update({n: x for n, x in pl_module.metrics.items() if not n.startswith("time/")})
+
+
+def trained(kind, data=None, *observers, rounds=1, **settings):
+    """Return the metrics of a federated run."""
+    seen = Metrics()
+    federated(new(kind, torch.float64), seen, *observers, data=data, rounds=rounds, **settings)
+    return seen.values
+
+
+def on_ranks(count):
+    """Return the trainer's settings for a number of ranks."""
+    return {"devices": count, "strategy": "cohort"}
 
 
 @contextmanager
