@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from fl_lightning import (
-    ConfigurationError,
-    FederatedModule,
-    Run,
-)
+from fl_lightning import ConfigurationError, FederatedModule, Run
 from tests.support.lightning_sites import federated, sites
 from tests.support.plain_lightning import (
     Number,
