@@ -285,6 +285,6 @@ def held_out_losses(pl_module: FederatedModule, cohort: Cohort, rows: Sequence[i
         seed = derive_seed(pl_module.seed, "FedEx loss", cohort.round, client)
         # evaluating last: layers that merge weights in eval mode must merge the client's
         with seeded(seed), pl_module.client.slots.filled(state), evaluating(pl_module.model):
-            return pl_module.client.client_loss(pl_module.on_device(batch)).double()
+            return pl_module.client.losses_apart(pl_module.on_device(batch))[0].double()
 
     return torch.stack([loss(row) for row in rows])

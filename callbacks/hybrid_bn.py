@@ -164,7 +164,7 @@ class HybridBN(VariantEvaluation):
             ):
                 for layer in layers.values():
                     layer.training = True
-                pl_module.client.explained_loss(pl_module.on_device(batches.union().batches()[0]))
+                pl_module.client.losses_apart(pl_module.on_device(batches.union().batches()[0]))
                 found = {
                     f"HybridBN {name}": torch.stack([*map(layer.get_buffer, HybridBatchNorm.scratch)]).cpu()
                     for name, layer in layers.items()

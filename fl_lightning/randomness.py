@@ -6,6 +6,7 @@ that computes a client. A resumed run needs no saved generator state.
 """
 
 import hashlib
+import pickle
 import random
 import struct
 from collections.abc import Iterator
@@ -67,6 +68,11 @@ def seed_everything(seed: int) -> None:
     seed_global(seed, torch.device("cpu"))
     if _has_accelerator():  # without an accelerator, torch.manual_seed would only be slow
         torch.manual_seed(seed)
+
+
+def python_states() -> bytes:
+    """Return the states of the global generators of NumPy and Python."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def isolated() -> AbstractContextManager[None]:

@@ -87,8 +87,9 @@ class ClientEvaluation(Report, Observer):
     def _evaluate(self, pl_module: FederatedModule, client: int, split: str) -> dict[str, float]:
         with pl_module.trainer.precision_plugin.val_step_context():
             by_class = pl_module.evaluation.class_quality
-            metrics, _ = evaluate_client(pl_module, client, split, pl_module.client.evaluate_batch, by_class)
-        return {name: value for name, value in metrics.items() if not isnan(value)}
+            evaluate = pl_module.client.evaluate_batch
+            metrics, diverged = evaluate_client(pl_module, client, split, evaluate, by_class)
+        return {name: value for name, value in metrics.items() if not (diverged and isnan(value))}
 
     def result_lines(self) -> Mapping[str, str]:
         """Return a line for the result table if some clients or all clients have no value."""

@@ -162,13 +162,15 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
 
         def measured(job: tuple[str, int]) -> Mapping[str, float]:
             name = "{} {}".format(*job)
+            tensors: Mapping[str, Tensor] = {}
             if job[0] in ("trained", "server"):
                 evaluate, quality = pl_module.client.evaluate_batch, pl_module.evaluation.class_quality
             else:
-                evaluate = partial(self.evaluate, pl_module, self._tensors[name])
+                tensors = self._tensors[name]
+                evaluate = partial(self.evaluate, pl_module, tensors)
                 quality = evaluations[name].class_quality
             with pl_module.trainer.precision_plugin.val_step_context():
-                return evaluate_client(pl_module, job[1], split, evaluate, quality)[0]
+                return evaluate_client(pl_module, job[1], split, evaluate, quality, tensors)[0]
 
         self.values = {"trained": {**personal.own_values} if personal else {}}
         for (source, client), metrics in zip(jobs, pl_module.ranks.map(measured, jobs), strict=True):

@@ -9,12 +9,12 @@ declares what a round does with each kind. The kinds are:
 ``mean``    running means of BN layers
 ``var``     running variances of BN layers
 ``counter`` ``num_batches_tracked`` of BN layers, int64
-``buffer``  any other persistent buffer
+``buffer``  any other persistent buffer; a parameter without gradient that steps move
 ``scratch`` non-persistent buffers (such as dropout keys): never sent, never averaged
 =========== ==========================================================================
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning.batch_norm.layers import batch_norm_layers
 
@@ -34,11 +34,22 @@ def parameter_kinds(model: nn.Module, untrained: bool = False) -> dict[str, str]
     }
 
 
+def moved_by_steps(parameter: Tensor, moved: bool = True) -> None:
+    """Say whether clients' steps move a parameter without gradient, as a moving average of the weights."""
+    parameter.is_moved_by_steps = moved  # type: ignore[attr-defined]
+
+
+def model_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that clients change without gradient, by name: buffers, and moved parameters."""
+    moved = {n: x for n, x in model.named_parameters() if getattr(x, "is_moved_by_steps", False)}
+    return {**dict(model.named_buffers()), **moved}
+
+
 def buffer_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each buffer by name, in the order of ``named_buffers``."""
+    """Return the kind of each tensor of :func:`model_buffers`, in this order."""
     layers = batch_norm_layers(model)
     kinds = {}
-    for name, _ in model.named_buffers():
+    for name in model_buffers(model):
         owner, _, attribute = name.rpartition(".")
         if owner in layers and attribute in _BN_BUFFERS:
             kinds[name] = _BN_BUFFERS[attribute]

@@ -31,9 +31,9 @@ class BatchStack:
     def sizes(self) -> list[int]:
         """Return the number of samples in each client's batch."""
         if self._batches is None:
-            clients, samples = _first_shape(self._stack)[:2]
+            clients, samples = _first_shape(self._stack, dimensions=2)[:2]
             return [samples] * clients
-        return [_first_shape(batch)[0] for batch in self._batches]
+        return [_first_shape(batch, dimensions=1)[0] for batch in self._batches]
 
     def by_size(self) -> list[list[int]]:
         """Return the positions of all batches, in one list for each number of samples in a batch."""
@@ -104,10 +104,16 @@ def _describe(leaf: Any) -> str:
     return f"{text} from {leaf.long().min()} to {leaf.long().max()}"
 
 
-def _first_shape(batch: Any) -> torch.Size:
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.shape
+def _first_shape(batch: Any, dimensions: int) -> torch.Size:
+    """Return the shape of the first tensor with so many dimensions. A scalar, such as a temperature, is passed over."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if tensor.dim() >= dimensions:
+            return tensor.shape
+    if tensors:
+        raise ConfigurationError(
+            "data: a training batch has no tensor with a dimension of samples; make each tensor [samples, ...]"
+        )
     raise ConfigurationError(
         f"data: a training batch is a {type(batch).__name__} without tensors; use a tensor, or a tuple, list or dict of tensors"
     )

@@ -1,4 +1,4 @@
-"""What clients compute: a network with a loss, or a LightningModule of the user's own."""
+"""The programs of clients: a network with a loss, or a LightningModule of the user."""
 
 from torch import nn
 

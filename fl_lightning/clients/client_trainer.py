@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 from fl_lightning.errors import ConfigurationError
 
 _REFUSED = {
-    "optimizers": "belong to the server; the run logs client/lr, and a scheduler of configure_optimizers changes it",
     "lr_scheduler_configs": "belong to the server; a scheduler of configure_optimizers changes rates",
     "train_dataloader": "has no batches of a client; use trainer.num_training_batches",
     "datamodule.train_dataloader": "has no batches of a client; use trainer.num_training_batches, or the data modules in .clients",
@@ -50,9 +49,14 @@ class ClientTrainer(View):
         vars(self).update(_client=client, datamodule=View(run.trainer.datamodule, "datamodule."))
 
     @property
+    def optimizers(self) -> list[Any]:
+        """The client optimizer."""
+        return [self._client.optimizer_in_use]
+
+    @property
     def global_step(self) -> int:
         """Number of local steps before the current one."""
-        return int(self._seen.current_epoch * self._client.local_steps + self._client.local_step)
+        return int(self._seen.current_epoch * self._client.local_steps + self._client.steps_taken)
 
     @property
     def num_training_batches(self) -> int:

@@ -52,10 +52,12 @@ class ConfiguredOptimizer:
             raise ConfigurationError(
                 f"{place}: ReduceLROnPlateau reads metrics, which clients do not share; use a schedule over steps or epochs"
             )
-        if self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks:
+        self.has_hooks = bool(self._optimizer._optimizer_step_post_hooks)
+        if self._optimizer._optimizer_step_pre_hooks:
             raise ConfigurationError(
-                f"{place}: hooks of the optimizer's step would never be called; use on_train_batch_end"
+                f"{place}: hooks of the optimizer's step that come before it would be called after the backward pass, unlike in Lightning; use on_train_batch_start"
             )
+        self.template = self._optimizer
         self._taken = [0 for _ in self._schedulers]
         self._changed = {"lr"} if self._schedulers else set[str]()
         self._known = [dict(group) for group in self._optimizer.param_groups]
@@ -78,6 +80,10 @@ class ConfiguredOptimizer:
             label: {key: group[key] for key, value in self._first.items() if group[key] != value}
             for label, group in self._group_of.items()
         }
+
+    def group(self, label: str) -> dict[str, Any]:
+        """Return the settings of a parameter group of this name."""
+        return self._group_of[label]
 
     def make(self, parameters: Iterable[Any]) -> Optimizer:
         """Return a new optimizer of the same class, with the settings of the first group."""
@@ -124,3 +130,10 @@ class ConfiguredOptimizer:
     def _changes(self) -> set[str]:
         pairs = zip(self._known, self._optimizer.param_groups, strict=True)
         return {key for old, new in pairs for key in old if key != "params" and old[key] != new[key]}
+
+
+def configured(module: L.LightningModule) -> Optimizer:
+    """Return the optimizer that a copy of the module configures."""
+    optimizers, _, _ = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]  # checked before
+    optimizer: Optimizer = optimizers[0]
+    return optimizer

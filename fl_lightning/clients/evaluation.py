@@ -141,6 +141,10 @@ class ServerEvaluation:
                 state = _sum([entries.pop()[1], state])
             entries.append((self._batch, state))
 
+    def is_defined(self, name: str) -> bool:
+        """Return whether a metric has a value on any data, so that NaN is no lack of data."""
+        return False
+
     def finish(self) -> dict[str, float]:
         """Return the metrics of all batches since :meth:`start`. All ranks must call this method."""
         finish_together([self])

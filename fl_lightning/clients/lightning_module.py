@@ -3,9 +3,9 @@
 import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -17,19 +17,25 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
+from fl_lightning.batch_norm.kinds import moved_by_steps
 from fl_lightning.batch_norm.layers import batch_norm_layers
-from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.client_data.batches import BatchStack, copied
+from fl_lightning.clients.changes import add_to_lists
 from fl_lightning.clients.client_trainer import ClientTrainer, refuse
 from fl_lightning.clients.configured_optimizer import ConfiguredOptimizer
+from fl_lightning.clients.copies import ClientCopy, Copies, whole_copy
+from fl_lightning.clients.copies_optimizer import CopiesOptimizer
 from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.clients.logged_values import Logged, LoggedValues, reduction
 from fl_lightning.clients.metric_states import MetricObjects, MetricStates
 from fl_lightning.clients.module_evaluation import ModuleEvaluation, ModuleTask
 from fl_lightning.clients.task import ClientSettings, ClientTask
 from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
+from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.optimizers.checks import check_elementwise
-from fl_lightning.randomness import derive_seed, seeded
+from fl_lightning.randomness import derive_seed, isolated, seed_global, seeded
 
 _NEVER_CALLED = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
@@ -47,8 +53,19 @@ _PASSED_ON = (
 
 _LOG = inspect.signature(L.LightningModule.log)
 
-ClientValues = dict[int, tuple[LoggedValues, MetricStates]]
-"""Logged values and states of metric objects in a round, by client."""
+
+class Told(NamedTuple):
+    """Values of one client in a round.
+
+    Attributes:
+        values: The logged values.
+        metrics: The states of metric objects.
+        added: What the client has appended to lists of the module, by their names.
+    """
+
+    values: LoggedValues
+    metrics: MetricStates
+    added: dict[str, list[Any]]
 
 
 def trains_itself(model: nn.Module) -> bool:
@@ -72,6 +89,7 @@ class LightningModuleTask(ClientTask):
     Attributes:
         module: The user's module.
         local_step: The current local step of the round, from 0.
+        steps_taken: Local steps of the round that the optimizers have taken.
         local_steps: Local steps of a round, of the client with the most local steps.
         rounds: Planned number of rounds.
         metrics: The module's metric objects.
@@ -84,14 +102,14 @@ class LightningModuleTask(ClientTask):
     """
 
     rate = "the lr of configure_optimizers"
-    logs_itself = True
+    logs_itself = uses_copies = True
 
     def __init__(self, model: nn.Module) -> None:
         module: Any = model
         name = type(module).__name__
-        if hasattr(model, "_orig_mod"):
+        if (compiled := getattr(model, "_orig_mod", None)) is not None:
             raise ConfigurationError(
-                f"model: torch.compile hides the hooks of {type(model._orig_mod).__name__}; give the module itself, with "
+                f"model: torch.compile hides the hooks of {type(compiled).__name__}; give the module itself, with "
                 "SequentialExecutor(compile=True)"
             )
         super().__init__(model)
@@ -112,8 +130,8 @@ class LightningModuleTask(ClientTask):
         self.strict_loading, self.has_test = module.strict_loading, self.overrides("test_step")
         self.predicts = self.overrides("predict_step")
         self.metrics = MetricObjects(module)
-        self.local_step, self.local_steps, self.rounds = 0, 1, 1
-        self.by_client: ClientValues = {}
+        self.local_step, self.steps_taken, self.local_steps, self.rounds = 0, 0, 1, 1
+        self.by_client: dict[int, LoggedValues] = {}
         self._round = self._sink = self._step = LoggedValues()
         self._batch: Any = None
         self._loaders: int | None = None
@@ -121,6 +139,11 @@ class LightningModuleTask(ClientTask):
         self._ended: dict[int, tuple[Any, Any]] = {}
         self._number = ""  # name of a logged value that is no tensor
         self._configured: ConfiguredOptimizer | None = None
+        self._copy: ClientCopy | None = None
+        self._moved: list[str] = []
+        self._tried = False
+        self._part: Any = None
+        self._copies: dict[Any, Copies] = {}
 
     def take_settings(self, given: ClientSettings) -> None:
         """Refuse settings that the module decides.
@@ -151,6 +174,12 @@ class LightningModuleTask(ClientTask):
         """Parameter group of each parameter."""
         return self.configured.groups
 
+    @property
+    def optimizer_in_use(self) -> Optimizer:
+        """The optimizer of the client whose step is computed, else that of the server's module."""
+        own = self._copy and self._copy.optimizer
+        return own or self.configured.template
+
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Return a new client optimizer, with the defaults of the module's optimizer."""
         return self.configured.make(parameters)
@@ -160,7 +189,13 @@ class LightningModuleTask(ClientTask):
         if self.module.hparams:
             checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_KEY] = self._plain
             checkpoint[self.module.CHECKPOINT_HYPER_PARAMS_NAME] = self.module._hparams_name
+        checkpoint["moved_by_steps"] = self._moved
         self.module.on_save_checkpoint(checkpoint)
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load the names of the parameters that steps move, and call ``on_load_checkpoint``."""
+        self._moved, self._tried = checkpoint["moved_by_steps"], True
+        self.call("on_load_checkpoint", checkpoint)
 
     def attach(self, rounds: int) -> None:
         """Give the module its trainer, and collect what it logs."""
@@ -185,7 +220,7 @@ class LightningModuleTask(ClientTask):
         self.module.trainer = ClientTrainer(run, self)  # acts as a trainer
         # plain functions, because a copy of a module copies bound methods with their objects
         vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
-        vars(self.module)["optimizers"] = lambda *_, **__: self.module.trainer.optimizers
+        vars(self.module)["optimizers"] = lambda *_, **__: self.optimizer_in_use
 
     def setup(self, stage: str, rounds: int) -> None:
         """Attach the module to its run, and call ``setup`` and ``configure_model``."""
@@ -223,6 +258,12 @@ class LightningModuleTask(ClientTask):
         for parameter_name, parameter in self.module.named_parameters():
             parameter.requires_grad_(parameter_name in self.configured.groups)
         self.parameter_groups = self.configured.settings
+        if not self._tried:
+            self._moved = []
+        for parameter_name, parameter in self.module.named_parameters():
+            moved_by_steps(parameter, parameter_name in self._moved)
+        if self.configured.has_hooks:
+            self.one_by_one = self.one_by_one or "the hooks of the optimizer"
         if self.one_by_one and together:
             raise ConfigurationError(
                 f"model.executor: {together} cannot compute {self.one_by_one} of "
@@ -260,7 +301,7 @@ class LightningModuleTask(ClientTask):
 
     def at_step(self, step: int) -> None:
         """Let the module's trainer count this local step."""
-        self.local_step = step
+        self.local_step = self.steps_taken = step
 
     def start_round(self) -> None:
         """Call ``on_train_epoch_start``.
@@ -280,13 +321,55 @@ class LightningModuleTask(ClientTask):
                 "in all rounds; freeze by a method, such as FixBN, or in configure_optimizers"
             )
 
+    def trial(self) -> None:
+        """Find parameters without gradient that steps move, such as a moving average of the weights.
+
+        A copy takes the first client's local steps of a round. The server averages such parameters
+        like buffers. A resumed run has those of its checkpoint.
+        """
+        tried, self._tried = self._tried, False
+        frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
+        if tried or not frozen:
+            return
+        run, plan = self.run, self.run.plan.usual()
+        clients, steps = plan.trained(run.round)
+        copy = whole_copy(self, {})
+        optimizer = copy.configure()
+        with isolated(), self._acting(copy):
+            for step in range(steps[0]):
+                (batch,) = run.planned_batches(plan, clients[:1], step).batches()
+                key = dropout_keys(self.seed, run.round, clients[:1], step)[0]
+                for layer in copy.module.modules():
+                    if isinstance(layer, Dropout):
+                        layer.key.copy_(key)
+                seed_global(derive_seed(self.seed, "model", run.round, clients[0], step), self.device)
+                with doing("the trial of the first client's steps"):
+                    objective = self.losses(copied(batch))[1]
+                    copy.clear_gradients()
+                    objective.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                    optimizer.step()
+                    if self.overrides("on_train_batch_end"):
+                        self.steps_taken = step + 1
+                        with self.collecting(LoggedValues(), batch):
+                            copy.module.on_train_batch_end(*self._outputs, step)
+        after = dict(copy.module.named_parameters())
+        self._moved = [name for name, parameter in frozen.items() if not torch.equal(parameter, after[name])]
+        for name in self._moved:
+            moved_by_steps(frozen[name])
+        if self._moved:
+            others = f" and {len(self._moved) - 1} more" if len(self._moved) > 1 else ""
+            run.print(
+                f"{self._moved[0]}{others}  averaged, as steps move these parameters without a gradient"
+            )
+
     def forget_steps(self) -> None:
         """Forget what local steps have logged."""
-        self.by_client, self._pooled, self.local_step = {}, {}, 0
+        self.by_client, self._pooled, self.local_step, self.steps_taken = {}, {}, 0, 0
 
     def client_loss(self, batch: Any) -> Tensor:
         """Return the loss that ``training_step`` returns for a batch."""
-        self.metrics.reset()  # a method may have called this method outside of a local step
+        if self._copy is None:  # the metric objects of a copy collect the round
+            self.metrics.reset()
         self._number = ""
         with self.collecting(LoggedValues(), batch) as self._step:
             if self.overrides("on_train_batch_start") and (
@@ -304,6 +387,22 @@ class LightningModuleTask(ClientTask):
         more = outputs if isinstance(outputs, Mapping) else {}
         self._outputs = {**more, "loss": loss.detach()}, batch
         return loss.reshape(())
+
+    def losses_apart(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the losses of a pass of a copy with the tensors that the module has now."""
+        with self._passing():
+            return self.losses(batch)
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Let a copy with the same tensors act, so that a pass changes no other attribute."""
+        tensors = {id(x): x for x in (*self.module.parameters(), *self.module.buffers())}
+        copy = whole_copy(self, tensors)
+        with self._acting(copy):
+            yield
+        for own, copied_part in zip(self.module.modules(), copy.module.modules(), strict=True):
+            own._parameters.update(copied_part._parameters)  # a pass may have replaced some
+            own._buffers.update(copied_part._buffers)
 
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last :meth:`client_loss` has logged, so that vmap can stack them.
@@ -333,70 +432,109 @@ class LightningModuleTask(ClientTask):
         return None
 
     def _keep(self, step: LoggedValues, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
-        states = self.metrics.take()
         for number, client in enumerate(clients):
-            values, _ = self.by_client.setdefault(client, (LoggedValues(), {}))
+            values = self.by_client.setdefault(client, LoggedValues())
             values.add_all(step.with_totals({n: x[number].detach() for n, x in logged.items()}))
-            self._add_states(client, states)
             if self.overrides("on_train_batch_end"):
                 self._ended[client] = self._outputs
 
-    def _add_states(self, client: int, states: MetricStates) -> None:
-        values, metrics = self.by_client[client]
-        self.by_client[client] = values, self.metrics.merged([metrics, states]) if states else metrics
+    def shared_by_copies(self) -> list[Any]:
+        """Return the objects that copies of the module share with it."""
+        held = vars(self.module)
+        return [held.get(name) for name in ("log", "optimizers", "_hparams", "_hparams_initial")]
 
-    def steps_that_ended(self) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Yield each client whose step has ended, with a function that calls ``on_train_batch_end``."""
-        ended, self._ended = self._ended, {}
-        for client, (outputs, batch) in ended.items():
+    def enter(self, cohort: RoundCohort, *, alone: bool) -> None:
+        """Give each client a copy of the module, if clients compute one after the other."""
+        self._part, self._copies = cohort.part().params, {}
+        if alone:
+            cohort.client_optimizer = CopiesOptimizer(self, cohort)
 
-            def call(client: int = client, outputs: Any = outputs, batch: Any = batch) -> None:
-                with self.collecting(self.by_client[client][0], batch):
-                    self.module.on_train_batch_end(outputs, batch, self.local_step)
-                self._add_states(client, self.metrics.take())
+    def alone(self, cohort: RoundCohort) -> AbstractContextManager[None]:
+        """Return a context in which the server's tensors hold NaN, as copies must not read them."""
+        return self.copies_of(cohort).hiding_server()
 
-            yield client, call
+    def pass_alone(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute a client's loss and gradients by the client's copy."""
+        copy = self.copies_of(cohort).of_row[row]
+        with self._acting(copy):
+            loss, objective = self.losses(batch)
+            copy.metrics.refuse_running()
+            logged = {name: value[None] for name, value in self.logged().items()}
+            copy.clear_gradients()
+            objective.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        copy.take_up()
+        cohort.put_gradients(row, [parameter.grad for parameter in copy.trained.values()])
+        copy.clear_gradients()
+        return loss.detach(), logged
+
+    def copies_of(self, cohort: RoundCohort) -> Copies:
+        """Return the copies of a cohort's clients, which are made when they are first used."""
+        key = id(cohort.params)
+        if key not in self._copies:
+            self._copies[key] = Copies(self, cohort)
+        return self._copies[key]
+
+    @contextmanager
+    def _acting(self, copy: ClientCopy) -> Iterator[None]:
+        """Let a client's copy take the place of the server's module within the ``with`` block."""
+        before = self.module, self.metrics, self._copy
+        self.module, self.metrics, self._copy = copy.module, copy.metrics, copy
+        try:
+            yield
+        finally:
+            self.module, self.metrics, self._copy = before
 
     def begin_steps(self, cohort: RoundCohort) -> None:
         """Set the settings of the client optimizers that schedulers change."""
         scheduled = self.configured.scheduled(self.run.round - 1, self.local_steps, cohort.step)
+        if isinstance(cohort.client_optimizer, CopiesOptimizer):
+            cohort.client_optimizer.follow()
+            cohort.client_optimizer.schedule(scheduled)
+            return
         for block, settings in cohort.optimizer_groups.items() if scheduled else ():
             settings.update(scheduled[cohort.params.layout[block].group])
 
     def end_steps(self, cohort: RoundCohort) -> None:
         """Call ``on_train_batch_end`` after each client's local step."""
-        for client, call in self.steps_that_ended():
-            row = cohort.client_ids.index(client)
-            tensors = cohort.row_state(row).tensors
-            with self.slots.filled(tensors):
-                call()
-                updated = self.slots.read(tensors)
-            cohort.take_up(row, updated)
+        ended, self._ended = self._ended, {}
+        self.steps_taken = self.local_step + 1
+        with self.alone(cohort) if ended else nullcontext():
+            for client, (outputs, batch) in ended.items():
+                copy = self.copies_of(cohort).of_row[cohort.client_ids.index(client)]
+                with self._acting(copy), self.collecting(self.by_client[client], batch):
+                    copy.module.on_train_batch_end(outputs, batch, self.local_step)
+                copy.take_up()
 
-    def end_step_of_server(self) -> None:
-        """Call ``on_train_batch_end`` after a step on the server's own tensors."""
-        for _, call in self.steps_that_ended():
-            call()
+    def logged_by_clients(self) -> dict[int, Told]:
+        """Return what the clients of this rank have logged and added to lists, on the CPU.
 
-    def logged_by_clients(self) -> ClientValues:
-        """Return what the clients of this rank have logged, on the CPU."""
-        return {
-            client: (
-                values.with_totals({name: x.cpu() for name, x in values.totals().items()}),
-                {n: tree_map_only(Tensor, lambda x: x.detach().cpu(), state) for n, state in metrics.items()},
-            )
-            for client, (values, metrics) in self.by_client.items()
+        Raises:
+            ConfigurationError: A client's steps have changed another attribute of the module.
+        """
+        told = {
+            client: Told(values.with_totals({name: x.cpu() for name, x in values.totals().items()}), {}, {})
+            for client, values in self.by_client.items()
         }
+        if (copies := self._copies.get(id(self._part))) is not None:
+            metrics = {
+                client: copy.metrics.take()
+                for client, copy in zip(copies.clients, copies.of_row, strict=True)
+            }
+            for client, added in copies.additions(self.named, f"round {self.run.round}"):
+                values = told[client].values if client in told else LoggedValues()
+                told[client] = Told(values, *tree_map_only(Tensor, _on_cpu, (metrics[client], added)))
+        return told
 
     def merge_logged(self, clients: Sequence[int], of_ranks: Sequence[Mapping[int, Any]]) -> None:
         """Combine what the clients of all ranks have logged, in the order of ``clients``."""
         # a rank without clients computes a client of the first rank again
         logged = {client: x for part in reversed(of_ranks) for client, x in part.items()}
         parts = [logged[client] for client in clients if client in logged]
-        self.local_step = self.local_steps
-        for values, _ in parts:
-            self._round.add_all(values)
-        self._pooled = self.metrics.merged([metrics for _, metrics in parts])
+        self.local_step = self.steps_taken = self.local_steps
+        for part in parts:
+            self._round.add_all(part.values)
+            add_to_lists(self.module, part.added)
+        self._pooled = self.metrics.merged([part.metrics for part in parts])
         self.metrics.put(self._pooled)
         numbers = self._round.numbers(self.metrics.metrics)
         self.metrics.reset()
@@ -416,7 +554,7 @@ class LightningModuleTask(ClientTask):
         shown = {name for name, logged in self._round.items() if logged.prog_bar}
         kept["train"] = self.metrics.take_best(self._round)
         self._round.clear()
-        self.local_step = 0  # Lightning now counts the round
+        self.local_step = self.steps_taken = 0  # Lightning now counts the round
         return values, shown
 
     def new_evaluation(self) -> ModuleEvaluation:
@@ -428,11 +566,30 @@ class LightningModuleTask(ClientTask):
         if isinstance(evaluation, ModuleEvaluation):
             evaluation.step(batch)
         else:  # only the forward pass is wanted
-            self.evaluate("validation", batch, 0, None, LoggedValues())
+            with self._passing():
+                self.evaluate("validation", batch, 0, None, LoggedValues())
 
     def evaluate_in_loop(self, batch: Any, batch_idx: int, loader: int) -> Any:
         """Evaluate the server's model on a batch of a loop of Lightning, and return the step's outputs."""
         return self.run.evaluation.step_of_loop(batch, batch_idx, loader)
+
+    @contextmanager
+    def apart(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let a copy of the server's module, with some other tensors, be evaluated in this block."""
+        server = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        others = {name: value.detach().clone() for name, value in tensors.items()}
+        copy = whole_copy(self, {id(server[name]): value for name, value in others.items()})
+        with self._acting(copy):
+            yield
+
+    def holding(self, slots: StateSlots, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Return an empty context, as the copy of :meth:`apart` has the tensors."""
+        return nullcontext()
+
+    def evaluated(self, layers: Iterable[nn.Module]) -> list[Any]:
+        """Return the layers of the copy of :meth:`apart`."""
+        names = {layer: name for name, layer in self.model.named_modules()}
+        return [self.module.get_submodule(names[layer]) for layer in layers]
 
     def metric_name(self, split: str, name: str) -> str:
         """Return the name by which the module logs a metric."""
@@ -477,10 +634,8 @@ class LightningModuleTask(ClientTask):
     def call_step(self, step: str, batch: Any, *numbers: int) -> Any:
         """Call a step with the batch, and with as many of the numbers as its signature accepts."""
         function = getattr(self.module, step)
-        accepted = inspect.signature(function).parameters.values()
-        if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in accepted):
-            numbers = numbers[: len(accepted) - 1]
-        return function(batch, *numbers)
+        inner = getattr(function, "__func__", None)
+        return function(batch, *numbers[: _accepted(inner or function, 2 if inner else 1)])
 
     @contextmanager
     def collecting(self, values: LoggedValues, batch: Any = None) -> Iterator[LoggedValues]:
@@ -543,6 +698,17 @@ class LightningModuleTask(ClientTask):
             raise ConfigurationError(
                 f"self.log({name!r}): the batch has no tensor that tells its size; give batch_size"
             ) from None
+
+
+@cache
+def _accepted(step: Any, others: int) -> int | None:
+    """Return how many numbers a step accepts besides its other arguments; None for any number."""
+    kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
+    return None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds) - others
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
 
 
 def _is_plain(value: Any) -> bool:

@@ -35,15 +35,7 @@ class Logged:
     metric: str | None = None
 
     def joined(self, later: "Logged") -> "Logged":
-        """Return the value of two logs of the same name.
-
-        Raises:
-            ConfigurationError: The logs differ in the reduction or the metric object.
-        """
-        if (self.reduce, self.metric) != (later.reduce, later.metric):
-            raise ConfigurationError(
-                "self.log: a name is logged with two reductions or metric objects; give each a name of its own"
-            )
+        """Return the value of two logs of the same name."""
         if self.total is None or later.total is None:
             return later
         total = _JOIN[self.reduce](self.total, later.total.to(self.total.device))
@@ -61,8 +53,17 @@ class LoggedValues(dict[str, Logged]):
     """Logged values by name."""
 
     def add(self, name: str, logged: Logged) -> None:
-        """Add a value to the earlier values of this name."""
-        self[name] = self[name].joined(logged) if name in self else logged
+        """Add a value to the earlier values of this name.
+
+        Raises:
+            ConfigurationError: The values differ in the reduction or the metric object.
+        """
+        earlier = self.get(name, logged)
+        if (earlier.reduce, earlier.metric) != (logged.reduce, logged.metric):
+            raise ConfigurationError(
+                f"self.log({name!r}): logged with two reductions or metric objects; give each a name of its own"
+            )
+        self[name] = earlier.joined(logged) if name in self else logged
 
     def add_all(self, others: Mapping[str, Logged]) -> None:
         """Add the values of other steps or clients."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from math import inf
 from typing import Any
@@ -14,7 +15,7 @@ from fl_lightning.clients.logged_values import LoggedValues
 from fl_lightning.clients.metric_states import MetricStates
 from fl_lightning.clients.tasks import Task
 from fl_lightning.errors import doing
-from fl_lightning.randomness import derive_seed, seed_everything
+from fl_lightning.randomness import derive_seed, seed_everything, seeded
 
 # words in names of metrics whose best values are large, and whose best values are small
 LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
@@ -75,6 +76,7 @@ class ModuleEvaluation(ServerEvaluation):
         self._values: LoggedValues | None = None
         self._held: MetricStates = {}
         self._parts: list[dict[str, float]] = []
+        self._defined: set[str] = set()
         self._index = 0
         self.shown = set()
         self.loader: int | None = None
@@ -122,10 +124,8 @@ class ModuleEvaluation(ServerEvaluation):
         if self._values is None:
             self._values, self._held = LoggedValues(), self._client.metrics.take()
             self._of_client = loader if by_client else None
-            attributes = vars(self._client.module).items()
-            self._attributes = {name: value for name, value in attributes if not name.startswith("_")}
             self._client.metrics.put(self.kept.get(self._of_client, {}))
-            with self._client.collecting(self._values):
+            with self._seeded("start"), self._client.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
                 self._client.call(f"on_{self._kind}_epoch_start")
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
@@ -135,9 +135,17 @@ class ModuleEvaluation(ServerEvaluation):
                 self._kind, batch, batch_idx, None if by_client else loader, self._values
             )
 
+    def _seeded(self, place: str) -> AbstractContextManager[None]:
+        run = self._run
+        return seeded(derive_seed(run.seed, f"evaluation {place}", run.trainer.global_step))
+
     def step_of_loop(self, batch: Any, batch_idx: int, loader: int) -> Any:
         """Evaluate a batch in a loop of Lightning's trainer, and return the step's outputs."""
         return self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
+
+    def is_defined(self, name: str) -> bool:
+        """Return whether a logged value counts samples. A metric object may be undefined, as an AUROC."""
+        return name in self._defined
 
     def finish(self) -> dict[str, float]:
         """Return the metrics by the names that the module has logged."""
@@ -156,9 +164,10 @@ class ModuleEvaluation(ServerEvaluation):
         metrics = self._client.metrics.metrics
         if self is self._run.evaluation:  # the metrics of variants have other names
             self._run.show_to_callbacks(self._values.numbers(metrics))
-        with self._client.collecting(self._values):
+        with self._seeded("end"), self._client.collecting(self._values):
             self._client.call(f"on_{self._kind}_epoch_end")
         self._parts.append(self._values.numbers(metrics))
+        self._defined |= {name for name, x in self._values.items() if x.metric is None and x.weight > 0}
         self.shown = (self.shown or set()) | {
             name for name, logged in self._values.items() if logged.prog_bar
         }
@@ -168,6 +177,4 @@ class ModuleEvaluation(ServerEvaluation):
         if not self._run.trainer.sanity_checking:
             self.kept[self._of_client] = self._client.metrics.take_best(self._values)
         self._client.metrics.put(self._held)
-        if self is not self._run.evaluation:  # ranks evaluate different variants
-            vars(self._client.module).update(self._attributes)
         self._values = None

@@ -1,7 +1,7 @@
-"""Interface of what a client computes: :class:`ClientTask`."""
+"""The interface of a client's program: :class:`ClientTask`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class ClientSettings(NamedTuple):
 
 
 class ClientTask:
-    """What a client computes: its loss, its optimizer and its evaluation.
+    """A client's program: its loss, its optimizer and its evaluation.
 
     Rounds, executors, evaluations, checkpoints and commands ask a run's task, whatever kind of model
     the user has. A subclass defines :meth:`client_loss`, :meth:`evaluate_batch` and
@@ -54,6 +54,7 @@ class ClientTask:
         written_by_steps: Objects whose attributes a local step must not write in a CUDA graph.
         logs_itself: Whether the model logs metrics by names of its own. Its evaluations need all
             batches of a loader, in their order.
+        uses_copies: Whether a client that computes alone has a copy of the model.
         strict_loading: Whether checkpoints contain all tensors of the model.
         one_by_one: What clients cannot compute in a common forward pass, or None.
         rate: Name of the setting of the client learning rate, for messages.
@@ -72,6 +73,7 @@ class ClientTask:
     one_by_one: str | None = None
     rate = "client_optimizer lr"
     logs_itself = False
+    uses_copies = False
     predicts = False
     has_test = True
 
@@ -160,6 +162,12 @@ class ClientTask:
     def start_training(self) -> None:
         """Check the model and its metrics before round 1."""
 
+    def trial(self) -> None:
+        """Find what steps change, by a trial of the first client's steps that is thrown away."""
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load what :meth:`save` has added to a checkpoint."""
+
     def start_round(self) -> None:
         """Prepare a round, before the check of the first steps."""
 
@@ -241,6 +249,13 @@ class ClientTask:
             loss = self.explained_loss(batch)
         return loss, sum(terms, loss)
 
+    def losses_apart(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return :meth:`losses` of a pass that is no local step, such as a method's to measure statistics.
+
+        The pass uses the tensors, modes and hooks that the server's model has now.
+        """
+        return self.losses(batch)
+
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last :meth:`client_loss` has logged."""
         return {}
@@ -257,14 +272,40 @@ class ClientTask:
         """Return why the last ``client_loss`` needs its Python code in every local step, or None."""
         return None
 
+    def enter(self, cohort: RoundCohort, *, alone: bool) -> None:
+        """Prepare the clients of a round, after the broadcast.
+
+        Args:
+            cohort: The round's cohort.
+            alone: Whether the clients of a rank compute one after the other.
+        """
+
+    def alone(self, cohort: RoundCohort) -> AbstractContextManager[None]:
+        """Return a context in which clients compute one after the other."""
+        return nullcontext()
+
+    def pass_alone(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute a client's loss, gradients and buffers. Return the loss and the logged values."""
+        return self.pass_in_slots(cohort, row, batch)
+
+    def pass_in_slots(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute what :meth:`pass_alone` computes, in the server's model with the client's tensors."""
+        state = cohort.row_state(row)
+        with self.slots.filled(state.tensors):
+            loss, objective = self.losses(batch)
+            logged = {name: value[None] for name, value in self.logged().items()}
+            # compute gradients in this block: hooks and checkpointed layers need the client's state
+            gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
+            updated = self.slots.read(state.tensors)
+        cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
+        cohort.put_gradients(row, gradients)
+        return loss.detach(), logged
+
     def begin_steps(self, cohort: RoundCohort) -> None:
         """Change settings of the client optimizers before a local step."""
 
     def end_steps(self, cohort: RoundCohort) -> None:
         """Finish a local step, after the steps of the client optimizers."""
-
-    def end_step_of_server(self) -> None:
-        """Finish a local step whose client's tensors are the server's, in the check of the first steps."""
 
     def logged_by_clients(self) -> dict[int, Any]:
         """Return what the clients of this rank have logged in the round, by client."""
@@ -295,6 +336,22 @@ class ClientTask:
 
     def start_evaluation(self) -> None:
         """Prepare an evaluation of the server's model."""
+
+    def apart(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which evaluations cannot change the server's model.
+
+        Args:
+            tensors: Parameters and buffers, by name, that replace the server's.
+        """
+        return nullcontext()
+
+    def holding(self, slots: StateSlots, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which the evaluated model has these tensors. It is within :meth:`apart`."""
+        return slots.filled(tensors)
+
+    def evaluated(self, layers: Iterable[nn.Module]) -> list[Any]:
+        """Return the layers of the evaluated model that correspond to layers of the server's."""
+        return [*layers]
 
     def metric_name(self, split: str, name: str) -> str:
         """Return the full name of an evaluation's metric."""

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.aggregation import weighted_mean
-from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, model_buffers, parameter_kinds
 from fl_lightning.cohort.client_memory import is_finite
 from fl_lightning.cohort.parts import treatment
 from fl_lightning.cohort.rows import Rows, Tensors, buffer_layout, check_room, parameter_layout
 from fl_lightning.errors import ConfigurationError, check_choice
-from fl_lightning.optimizers.client import ClientOptimizer
 from fl_lightning.optimizers.settings import GroupSettings
 from fl_lightning.randomness import generator
 
@@ -88,7 +87,7 @@ class Cohort:
     """
 
     losses: Tensor
-    _optimizer: ClientOptimizer
+    _optimizer: Any
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Cohort:
         parts: Sequence[str] = (),
         groups: Mapping[str, str] | None = None,
     ) -> None:
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        parameters, buffers = dict(model.named_parameters()), model_buffers(model)
         check_room([*parameters.values(), *parameters.values(), *buffers.values()], num_clients, copies)
         layout = parameter_layout(model, parameter_groups, parts, groups)
         self.params = Rows.empty(layout, parameters, num_clients)
@@ -219,7 +218,8 @@ class Cohort:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer of the trained blocks ``[C, columns]``."""
-        return self._optimizer.torch
+        optimizer: torch.optim.Optimizer = self._optimizer.torch
+        return optimizer
 
     def optimizer_state(self, key: str) -> Rows:
         """Return a state of the client optimizer, such as the momentum, for each parameter.
@@ -248,7 +248,8 @@ class Cohort:
 
     def _everyones(self, key: str) -> dict[str, Tensor]:
         """Return a state of the client optimizer by block, with the rows of the entire cohort."""
-        return self._optimizer.states()[key]
+        states: dict[str, dict[str, Tensor]] = self._optimizer.states()
+        return states[key]
 
     @property
     def optimizer_state_keys(self) -> list[str]:
@@ -274,8 +275,8 @@ class Cohort:
 
         Hooks may change the settings.
         """
-        trained = [block for block in self.params.blocks if self.is_trained(block)]
-        return dict(zip(trained, self.optimizer.param_groups, strict=True))
+        groups: dict[str, dict[str, Any]] = self._optimizer.groups
+        return groups
 
     def rest(self, block: str) -> None:
         """Let a block rest for all clients: set its gradient to 0, and take no steps.
@@ -289,7 +290,8 @@ class Cohort:
     @property
     def resting(self) -> set[str]:
         """Names of the blocks that rest, see :meth:`rest`."""
-        return self._optimizer.resting
+        resting: set[str] = self._optimizer.resting
+        return resting
 
     def restart_optimizer(self) -> None:
         """Reset the state of every client's optimizer."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,15 @@ class RoundCohort(Cohort):
         groups = {name: self.parameter_groups.get(self.params.layout[name].group, {}) for name in trained}
         blocks, gradients = ({n: rows.blocks[n] for n in trained} for rows in (self.params, self.grads))
         self._optimizer = ClientOptimizer(optimizer, blocks, gradients, groups, lr_factor, self.own_rows)
+
+    @property
+    def client_optimizer(self) -> Any:
+        """The :class:`ClientOptimizer` of this round, or an object with the same methods."""
+        return self._optimizer
+
+    @client_optimizer.setter
+    def client_optimizer(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     def learning_rates(self) -> dict[str, float]:
         """Return the largest client learning rate of each trained parameter group."""
@@ -353,6 +362,10 @@ class RoundCohort(Cohort):
 
     def take_step(self) -> None:
         """Take one step of the client optimizer for all rows. Resting state does not change."""
+        if self._optimizer.by_row:
+            for row in self.active_rows():
+                self._optimizer.step_of(self, row)
+            return
         idle = self._idle()
         saved = self._save(idle)
         self._optimizer.step()

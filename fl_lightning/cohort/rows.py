@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
+from fl_lightning.batch_norm.kinds import buffer_kinds, model_buffers, parameter_kinds
 from fl_lightning.cohort.parts import match_parts
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers.settings import GroupSettings
@@ -248,7 +248,7 @@ def buffer_layout(model: nn.Module, parts: Sequence[str] = ()) -> Layout:
     Buffers are in the same block if they have the same kind of state, parts and dtype.
     """
     kinds = buffer_kinds(model)
-    return _layout(dict(model.named_buffers()), kinds, kinds, match_parts(model, parts))
+    return _layout(model_buffers(model), kinds, kinds, match_parts(model, parts))
 
 
 def _layout(

@@ -14,16 +14,19 @@ class StateSlots:
 
     Args:
         model: The server's model. A tensor that several modules share has several slots.
+        tensors: The parameters and buffers by name, if the caller knows them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> None:
+        if tensors is None:
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        names = {id(tensor): name for name, tensor in tensors.items()}
         self._places: list[tuple[dict[str, Any], str, str, Tensor]] = [
             (store, attribute, names[id(tensor)], tensor)
             for module in model.modules()
             for store in (module._parameters, module._buffers)
             for attribute, tensor in store.items()
-            if tensor is not None
+            if tensor is not None and id(tensor) in names
         ]
         self._place_of = {name: (store, attribute) for store, attribute, name, _ in self._places}
 
@@ -50,3 +53,15 @@ class StateSlots:
         """
         places = ((name, *self._place_of[name]) for name in names)
         return {name: store[attribute] for name, store, attribute in places}
+
+    def get(self, name: str) -> Tensor:
+        """Return the tensor that is in the slots of a name now."""
+        store, attribute = self._place_of[name]
+        tensor: Tensor = store[attribute]
+        return tensor
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into all slots of this name."""
+        for store, attribute, slot, _ in self._places:
+            if slot == name:
+                store[attribute] = tensor

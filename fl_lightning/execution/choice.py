@@ -47,7 +47,7 @@ def choose_executor(task: ClientTask, num_clients: int) -> Choice:
         reason = f"{num_clients} clients at once on {task.device}; no CUDA graphs of {custom}"
         return Choice(VectorizedExecutor(where_possible=True), reason)
     threads = torch.get_num_threads()
-    trainer = task.run._trainer
+    trainer = getattr(task.run, "_trainer", None)
     ranks = trainer.world_size if trainer is not None else 1
     reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
     return Choice(SequentialExecutor(), reason)

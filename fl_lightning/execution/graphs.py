@@ -189,7 +189,7 @@ class GraphExecutor(SequentialExecutor):
         row = client.row
         with _unchanged(cohort, client):
             self._lanes.seed(_seed(task, cohort, row))
-            loss, logged = self._passes(task, cohort, row, client.batch)
+            loss, logged = task.pass_in_slots(cohort, row, client.batch)
             keep = task.keeper()
             if (reason := task.cannot_replay()) is not None:
                 raise NotRecordable(reason)
@@ -212,7 +212,7 @@ class GraphExecutor(SequentialExecutor):
 
     def _fixed(self, task: ClientTask, cohort: RoundCohort, client: _Client, places: list[Tensor]) -> None:
         """Compute a client's passes, and write the loss and the logged values to fixed places."""
-        loss, logged = self._passes(task, cohort, client.row, client.batch)
+        loss, logged = task.pass_in_slots(cohort, client.row, client.batch)
         for place, value in zip(places, [loss, *logged.values()], strict=True):
             place.copy_(value)
 
@@ -228,7 +228,7 @@ class GraphExecutor(SequentialExecutor):
         with _unchanged(cohort, client):
             self._lanes.seed(_seed(task, cohort, client.row))
             with doing(f"computing {task.named(cohort.client_ids[client.row])}"):
-                loss, logged = self._passes(task, cohort, client.row, client.batch)
+                loss, logged = task.pass_in_slots(cohort, client.row, client.batch)
             computed = [("losses", loss), *((f"{n!r}", x) for n, x in logged.items())]
             computed += [(n, x.clone()) for n, x in _results(cohort, client.row)]
         with _unchanged(cohort, client):

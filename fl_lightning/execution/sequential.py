@@ -56,7 +56,7 @@ class SequentialExecutor(Executor):
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
-        with self._fast(task.model) if self.compilation.compiled else nullcontext():
+        with task.alone(cohort), self._fast(task.model) if self.compilation.compiled else nullcontext():
             losses = []
             for row, client_batch in batches:
                 with doing(f"computing {task.named(cohort.client_ids[row])}"):
@@ -77,21 +77,6 @@ class SequentialExecutor(Executor):
         # seed the random numbers of layers such as stochastic depth
         seed = derive_seed(task.seed, "model", cohort.round, cohort.client_ids[row], cohort.step)
         seed_global(seed, task.device)
-        loss, logged = self._passes(task, cohort, row, batch)
+        loss, logged = task.pass_alone(cohort, row, batch)
         task.keeper()([cohort.client_ids[row]], logged)
         return loss
-
-    def _passes(
-        self, task: ClientTask, cohort: RoundCohort, row: int, batch: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a client's loss, gradients and buffers. Return the loss and the logged values."""
-        state = cohort.row_state(row)
-        with task.slots.filled(state.tensors):
-            loss, objective = task.losses(batch)
-            logged = {name: value[None] for name, value in task.logged().items()}
-            # compute gradients in this block: hooks and checkpointed layers need the client's state
-            gradients = torch.autograd.grad(objective, state.trained, allow_unused=True)
-            updated = task.slots.read(state.tensors)
-        cohort.take_up(row, updated)  # update after the backward pass, which may need the old tensors
-        cohort.put_gradients(row, gradients)
-        return loss.detach(), logged

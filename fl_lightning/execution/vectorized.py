@@ -19,6 +19,7 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.randomness import python_states
 from fl_lightning.ranks import Ranks
 
 _log = logging.getLogger("fl_lightning")
@@ -134,8 +135,14 @@ class VectorizedExecutor(Executor):
                 return loss, objective, slots.read(buffers), task.logged()
 
         versions = {name: value._version for name, value in params.items()}
+        drawn = python_states()
         with _numeric_momentum(task.model, buffers), StackedBatchNorm():
             losses, objectives, updated, logged = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
+        if python_states() != drawn:
+            raise CannotVectorize(
+                f"model: {type(task.model).__name__} draws random numbers of NumPy or Python, which {self.user} cannot draw per client; use "
+                "SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
+            )
         leaves = [params[name] for name in trained]
         try:  # hooks and checkpointed layers, which run here, may not support vmap
             gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)

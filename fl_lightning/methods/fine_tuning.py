@@ -53,7 +53,7 @@ def fine_tuned(
             for step in range(epochs * data.steps_per_epoch(client)):
                 batch = data.cohort_batch([client], [step]).map(pl_module.on_device).batches()[0]
                 optimizer.zero_grad()
-                pl_module.client.losses(batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+                pl_module.client.losses_apart(batch)[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                 optimizer.step()
             state = slots.read(state)  # a layer may assign its buffers
     return {name: value.detach().cpu() for name, value in state.items()}

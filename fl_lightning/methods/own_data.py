@@ -5,6 +5,7 @@ from copy import deepcopy
 from itertools import chain
 from math import ceil, isnan, nan
 from statistics import fmean, pvariance
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +100,7 @@ def evaluate_client(
     split: str,
     evaluate: Callable[[Any, ServerEvaluation], None],
     class_quality: Sequence[float | None] = (),
+    tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Mapping[str, float], bool]:
     """Evaluate a model on a client's own data, on this rank only.
 
@@ -110,22 +112,23 @@ def evaluate_client(
             and of the loader depend only on the run's seed and the client.
         class_quality: The model's accuracy for each class on the server's evaluation data. If no
             client has own data, the accuracy is estimated by :func:`weighed_accuracy`.
+        tensors: The model's tensors by name that differ from the server's.
 
     Returns:
         The known metrics by name, and whether an output was not finite. A metric that the client's
         data do not define, such as the AUROC of one class, is left out.
     """
     evaluation = pl_module.client.new_evaluation()
-    with seeded(derive_seed(pl_module.seed, "own evaluation", client)):
+    with seeded(derive_seed(pl_module.seed, "own evaluation", client)), pl_module.client.apart(tensors):
         loader = pl_module.data.own_dataloader(client, split)
         has_data = False
         for batch in every_batch(() if loader is None else loader):
             evaluate(copied(pl_module.on_device(batch)), evaluation)
             has_data = True
-    if loader is not None:
         known = evaluation.finish() if has_data else {}
+    if loader is not None:
         if not evaluation.diverged:
-            known = {name: x for name, x in known.items() if not isnan(x)}
+            known = {name: x for name, x in known.items() if not isnan(x) or evaluation.is_defined(name)}
         return known, evaluation.diverged
     histograms = pl_module.data.class_histograms()
     accuracy = weighed_accuracy(class_quality, histograms[client] if histograms else ())
@@ -160,7 +163,9 @@ def spread_over_clients(
     """
     found: dict[str, float] = {}
     for metric, direction in best.items():
-        known = [metrics[metric] for metrics in clients if not isnan(metrics.get(metric, nan))]
+        known = [metrics[metric] for metrics in clients if metric in metrics]
+        if any(map(isnan, known)):
+            known = [nan]
         if known:
             worst = sorted(known, reverse=direction == "min")[: ceil(len(known) / 10)]
             name = formatted(form, metric)

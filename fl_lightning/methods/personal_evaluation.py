@@ -105,8 +105,9 @@ class PersonalEvaluation(VariantEvaluation):
         """Return metrics averaged over clients, such as ``own_accuracy``, by name."""
 
         def own_metrics(name: str) -> tuple[Mapping[str, float], bool]:
-            evaluate = partial(self.evaluate, pl_module, self._tensors[name])
-            return evaluate_client(pl_module, int(name), split, evaluate, evaluations[name].class_quality)
+            tensors, quality = self._tensors[name], evaluations[name].class_quality
+            evaluate = partial(self.evaluate, pl_module, tensors)
+            return evaluate_client(pl_module, int(name), split, evaluate, quality, tensors)
 
         evaluated, task = pl_module.ranks.map(own_metrics, evaluations), pl_module.task
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))

@@ -114,7 +114,7 @@ def _training_sums(pl_module: "FederatedModule", pooled: bool, total: bool) -> l
     def union(clients: list[int], step: int) -> Any:
         return pl_module.data.cohort_batch(clients, [step] * len(clients)).union().batches()[0]
 
-    with _measuring(pl_module, pl_module.client.explained_loss, total) as measure:
+    with _measuring(pl_module, pl_module.client.losses_apart, total) as measure:
 
         def measured(part: tuple[int, list[tuple[list[int], int]]]) -> dict[str, Sums]:
             return measure(part[0], (union(*clients_and_step) for clients_and_step in part[1]))

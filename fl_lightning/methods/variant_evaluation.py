@@ -135,6 +135,7 @@ class VariantEvaluation(FederatedCallback):
             self._evaluate_by_module(pl_module, split)
         elif any(tensors is BATCH_STATISTICS for tensors in self._tensors.values()):
             with isolated():
+                pl_module.seed_evaluation_data()
                 batches = mixed_batches(getattr(pl_module.data, f"{split}_dataloader")(), self._batches)
                 for index, batch in enumerate(batches):
                     moved = pl_module.on_device(batch)
@@ -158,9 +159,11 @@ class VariantEvaluation(FederatedCallback):
             loader = getattr(pl_module.data, f"{split}_dataloader")()
             if tensors is BATCH_STATISTICS and not isinstance(loader, list):
                 loader = mixed_batches(loader, self._batches)
-            metrics: dict[str, float] = evaluation.all_batches(
-                loader, partial(self.evaluate, pl_module, tensors)
-            )
+            pl_module.seed_evaluation_data()
+            with pl_module.client.apart(tensors):
+                metrics: dict[str, float] = evaluation.all_batches(
+                    loader, partial(self.evaluate, pl_module, tensors)
+                )
             return metrics
 
         with isolated():
@@ -182,7 +185,8 @@ class VariantEvaluation(FederatedCallback):
             if loader is None or loader == []:
                 return {}, False
             tensors = adapted_state(pl_module, adapt, loader, name, client)
-            return evaluate_client(pl_module, client, split, partial(self.evaluate, pl_module, tensors))
+            evaluate = partial(self.evaluate, pl_module, tensors)
+            return evaluate_client(pl_module, client, split, evaluate, tensors=tensors)
 
         evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
         pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
@@ -202,10 +206,10 @@ class VariantEvaluation(FederatedCallback):
         evaluation: ServerEvaluation,
     ) -> None:
         """Evaluate a variant on a batch, and add the outputs to the variant's evaluation."""
-        layers = pl_module.tracking_layers if tensors is BATCH_STATISTICS else []
+        layers = pl_module.client.evaluated(pl_module.tracking_layers) if tensors is BATCH_STATISTICS else []
         with (
             pl_module.trainer.precision_plugin.val_step_context(),
-            self._slots.filled(tensors),
+            pl_module.client.holding(self._slots, tensors),
             batch_statistics(layers),
             explain_batch_of_one(),
         ):

@@ -6,6 +6,7 @@ SGD or Adam, gives exactly the results of one optimizer per client.
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class ClientOptimizer:
             if all counts are 0.
     """
 
+    by_row = False
+
     def __init__(
         self,
         factory: OptimizerCallable,
@@ -68,6 +71,11 @@ class ClientOptimizer:
         self.torch: Optimizer = self._make(self._blocks)
         for name, block in self._blocks.items():
             block.grad = self._gradients[name]
+
+    @property
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """Settings of each block."""
+        return dict(zip(self._blocks, self.torch.param_groups, strict=True))
 
     @cached_property
     def _keys(self) -> dict[str, list[str]]:

@@ -17,8 +17,9 @@ from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import Executor
+from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.optimizers.client_lr import lr_factor
-from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.randomness import derive_seed, seed_everything, seed_global
 from fl_lightning.ranks import Ranks
 from fl_lightning.round.clock import RoundClock
 from fl_lightning.round.communication import Communication
@@ -120,6 +121,10 @@ class RunContext(L.LightningModule):
                 seed_global(derive_seed(self.seed, name, cohort.round, *step), self.device)
                 getattr(method, hook)(self.trainer, self, cohort, *step)
 
+    def seed_evaluation_data(self) -> None:
+        """Seed what evaluation data draw, such as random transforms, whatever was drawn before."""
+        seed_everything(derive_seed(self.seed, "evaluation data", self.trainer.global_step))
+
     @property
     def federated_callbacks(self) -> list[Any]:
         """The methods of this run, in the order in which their hooks are called."""
@@ -152,6 +157,7 @@ class RunContext(L.LightningModule):
                 seed=self.seed,
             )
             freeze_statistics(self.model, self.tracking_layers, cohort.treatments)
+            self.client.enter(cohort, alone=type(self.executor) is SequentialExecutor)
         self._cohort = base
         return cohort
 

@@ -1,14 +1,12 @@
 """Check that two local steps of an executor agree with plain PyTorch."""
 
 import pickle
-import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.models.dropout import Dropout, dropout_keys
-from fl_lightning.randomness import derive_seed, seed_global
+from fl_lightning.randomness import derive_seed, python_states, seed_global
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.policy import resolve_policy
 
@@ -166,11 +164,11 @@ def _by_torch(
             if isinstance(layer, Dropout):
                 layer.key.copy_(key)
         seed_global(derive_seed(run.seed, "model", cohort.round, client, step), run.device)
-        drawn = pickle.dumps((random.getstate(), np.random.get_state()))
+        drawn = python_states()
         with doing("plain PyTorch, in the check of the first steps"):
             run.client.losses(copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         run.client.keeper()([client], {name: value[None] for name, value in run.client.logged().items()})
-        draws = pickle.dumps((random.getstate(), np.random.get_state())) != drawn
+        draws = python_states() != drawn
         if draws and (executor := run.joint_method or type(run.executor).__name__) != "SequentialExecutor":
             raise ConfigurationError(
                 f"model: {type(model).__name__} draws random numbers of NumPy or Python, which {executor} cannot draw per client; use "
@@ -178,7 +176,6 @@ def _by_torch(
             )
         optimizer.step()
         optimizer.zero_grad()
-        run.client.end_step_of_server()
 
 
 @contextmanager

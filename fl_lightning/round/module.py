@@ -484,7 +484,7 @@ class FederatedModule(Recorded, RunContext):
         self.evaluation.kept = state["kept"]
         if self._trainer is not None:
             self._check_data(checkpoint["global_step"])
-        self.client.call("on_load_checkpoint", checkpoint)
+        self.client.load(checkpoint)
 
     def _check_data(self, round_number: int) -> None:
         """Check that the run's data equal the data of the loaded checkpoint.
@@ -581,8 +581,13 @@ class FederatedModule(Recorded, RunContext):
                     f"evaluated without the other {name!r} of {user}; use layers that merge no weights in eval()"
                 )
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Seed what loaders of evaluation data draw when their iteration starts."""
+        self.seed_evaluation_data()
+
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of the server model, and measure its duration."""
+        self.seed_evaluation_data()
         self._evaluation_started = time.perf_counter()
         self._batches_before, _ = self._progress()
         self.client.start_evaluation()
@@ -632,6 +637,13 @@ class FederatedModule(Recorded, RunContext):
         return {self.client.metric_name(prefix, name): value for name, value in metrics.items()}
 
     def _check_first_steps(self) -> None:
+        self.client.trial()
+        if (
+            self.client.uses_copies
+            and type(self.executor) is SequentialExecutor
+            and self.joint_method is None
+        ):
+            return  # a copy computes as plain PyTorch does
         try:
             check_first_steps(self)
         except ConfigurationError as error:

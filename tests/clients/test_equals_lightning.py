@@ -16,7 +16,6 @@ from tests.support.plain_lightning import (
     Small,
     check_equals_lightning,
     equal_or_refused,
-    known_fault,
     squares,
 )
 
@@ -112,11 +111,11 @@ OPTIMIZERS = [
     optimized_by(torch.optim.RMSprop, lr=0.1, momentum=0.9),
     optimized_by(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
     UnusedLayer,
-    known_fault(OptimizerWithKeywords, "the optimizer is rebuilt from class and defaults"),
-    known_fault(OptimizerWithAttribute, "the optimizer is rebuilt from class and defaults"),
-    known_fault(OptimizerWithAttributeSetLater, "the optimizer is rebuilt from class and defaults"),
-    known_fault(OptimizerWithOwnKey, "the optimizer is rebuilt from class and defaults"),
-    known_fault(OptimizerWithPostHook, "hooks of the optimizer's step are refused"),
+    OptimizerWithKeywords,
+    OptimizerWithAttribute,
+    OptimizerWithAttributeSetLater,
+    OptimizerWithOwnKey,
+    OptimizerWithPostHook,
 ]
 
 
@@ -200,12 +199,12 @@ class BoundMethod(Small):
 
 
 ELSEWHERE = [
-    known_fault(ParametersInList),
-    known_fault(StrongPenaltyOfList),
-    known_fault(ParametersInDict),
-    known_fault(ParametersInHelper),
-    known_fault(Proximal),
-    known_fault(ParametersInPartial),
+    ParametersInList,
+    StrongPenaltyOfList,
+    ParametersInDict,
+    ParametersInHelper,
+    Proximal,
+    ParametersInPartial,
     BoundMethod,
 ]
 
@@ -309,14 +308,14 @@ class ForwardHookKeepsFeatures(Small):
 
 FUNCTIONS = [
     (LambdaOfModule, "decay"),
-    known_fault((LambdaOfParameter, "decay")),
+    (LambdaOfParameter, "decay"),
     (LambdaWithDefault, "decay"),
-    known_fault((NestedFunction, "decay")),
+    (NestedFunction, "decay"),
     (LambdaInList, "decay"),
     (LambdaWithoutGradient, "target"),
     (LambdaThroughNorm, "target"),
     (ForwardHook, "hook"),
-    known_fault((ForwardHookOfParameter, "hook")),
+    (ForwardHookOfParameter, "hook"),
     (ForwardHookKeepsFeatures, "hook"),
 ]
 
@@ -401,12 +400,12 @@ class WithDropout(Small):
 
 
 STEPS = [
-    known_fault(AverageByStep, "global_step in on_train_batch_end is one less than Lightning's"),
-    known_fault(AverageByTrainersStep, "global_step in on_train_batch_end is one less than Lightning's"),
+    AverageByStep,
+    AverageByTrainersStep,
     DecayByStep,
     NewData,
     NewDataBeforeStep,
-    known_fault(PreviousGradient),
+    PreviousGradient,
     NumpyMixup,
     PythonMixup,
     NumpyMixupAfterTwoSteps,
@@ -441,10 +440,7 @@ def test_the_old_weight_norm_equals_lightning_or_is_refused():
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        known_fault(x, "one draw serves all clients under vmap")
-        for x in (NumpyMixup, PythonMixup, NumpyMixupAfterTwoSteps)
-    ],
+    [NumpyMixup, PythonMixup, NumpyMixupAfterTwoSteps],
 )
 def test_draws_that_start_late_equal_lightning_or_are_refused_under_vmap(kind):
     with equal_or_refused("draws random numbers of (NumPy|Python)"):

@@ -15,12 +15,9 @@ from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from tests.support.lightning_sites import TRAINER, Site, federated
 from tests.support.plain_lightning import (
-    FAILURES,
     Metrics,
     Small,
     equal_or_refused,
-    known_fault,
-    known_fault_mark,
     lightning_client,
     new,
     trained,
@@ -98,11 +95,10 @@ class SumMetric(Measures):
         return torchmetrics.SumMetric()
 
 
-LAST_STEP = "a metric's mean counts the last step only"
 OF_STEPS = [
-    known_fault(Measures, LAST_STEP),
-    known_fault(MeasuresByForward, LAST_STEP),
-    known_fault(LogsComputed, LAST_STEP),
+    Measures,
+    MeasuresByForward,
+    LogsComputed,
 ]
 
 
@@ -148,9 +144,7 @@ class RunningInCollection(Measures):
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-@pytest.mark.parametrize(
-    "kind", [known_fault(x, "Running is NaN or 0") for x in (RunningMean, RunningSum, RunningInCollection)]
-)
+@pytest.mark.parametrize("kind", [RunningMean, RunningSum, RunningInCollection])
 def test_a_running_metric_of_steps_is_refused_by_name(kind):
     refused_before_round_1(kind, r"(?s)(?=.*seen)(?=.*Running)")
 
@@ -280,12 +274,7 @@ class ValueAndMetric(MeanMetric):
         return Small.training_step(self, batch, batch_idx)
 
 
-UNNAMED = "the message does not name the value"
-
-
-@pytest.mark.parametrize(
-    "kind", [known_fault(x, UNNAMED) for x in (TwoReductions, TwoReductionsInHooks, ValueAndMetric)]
-)
+@pytest.mark.parametrize("kind", [TwoReductions, TwoReductionsInHooks, ValueAndMetric])
 def test_a_name_with_two_reductions_is_refused_by_name(kind):
     refused_before_round_1(kind, "score")
 
@@ -296,7 +285,6 @@ class TwoReductionsInValidation(Small):
         self.log("val_score", batch[0].sum(), reduce_fx="max")
 
 
-@known_fault_mark(UNNAMED)
 def test_a_name_with_two_reductions_in_an_evaluation_is_refused_by_name():
     with pytest.raises(ConfigurationError, match="val_score"):
         federated(new(TwoReductionsInValidation), rounds=1)
@@ -335,7 +323,6 @@ class TemperedWithoutSize(Tempered):
 @pytest.mark.filterwarnings("ignore:Trying to infer")
 @pytest.mark.parametrize("kind", [Tempered, TemperedWithoutSize])
 @pytest.mark.parametrize("site", [WithScalar, WithScalarInDict])
-@pytest.mark.xfail(strict=True, raises=(*FAILURES, IndexError), reason="the first tensor has no dimension")
 def test_a_batch_with_a_scalar_first_equals_lightning_or_is_refused(kind, site):
     expected = lightning_value(kind, site(1))
     with equal_or_refused(r"batch[^\n]*(dimension|size)"):
@@ -377,17 +364,14 @@ class RateInValidation(Small):
             self.log("seen", rate(self))
 
 
-LATE = "refused at the end of round 1"
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         RateInStep,
         RateAtEndOfStep,
         RateAtStart,
-        known_fault(RateAtEnd, LATE),
-        known_fault(RateInValidation, LATE),
+        RateAtEnd,
+        RateInValidation,
     ],
 )
 def test_the_trainers_optimizers_are_lightnings_or_refused_before_round_1(kind):
@@ -398,7 +382,6 @@ def test_the_trainers_optimizers_are_lightnings_or_refused_before_round_1(kind):
     assert seen.rounds == 0 or seen.values
 
 
-@known_fault_mark("the page does not name it")
 def test_the_page_says_what_becomes_of_the_trainers_optimizers():
     page = Path(__file__).parents[2].joinpath("docs", "lightning-module.md").read_text()
     assert any("`self.trainer.optimizers`" in line for line in page.splitlines() if line.startswith("|"))

@@ -158,7 +158,7 @@ def test_a_name_with_two_reductions_is_refused():
             self.log("x", 1.0, reduce_fx=("mean", "max")[batch_idx])
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ConfigurationError, match=r"self.log: a name is logged with two reductions"):
+    with pytest.raises(ConfigurationError, match=r"self.log\('x'\): logged with two reductions"):
         federated(Wrong(), rounds=1)
 
 

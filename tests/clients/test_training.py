@@ -31,7 +31,7 @@ class SentRows(FederatedCallback):
     def on_before_aggregate(self, trainer, pl_module, cohort):
         rows = range(len(cohort))
         self.rows.append([copies({**cohort.params.row(i), **cohort.buffers.row(i)}) for i in rows])
-        self.logged.append({c: values for c, (values, _) in pl_module.client.by_client.items()})
+        self.logged.append(dict(pl_module.client.by_client))
 
 
 def copies(tensors):
@@ -343,6 +343,7 @@ def test_a_rate_that_is_changed_by_hand_is_refused(hook):
 
     setattr(ByHand, hook, change)
     with pytest.raises(
-        ConfigurationError, match="configure_optimizers: a hook or step changed 'lr' of the optimizer"
+        ConfigurationError,
+        match=r"configure_optimizers: a hook or step changed 'lr' of the optimizer|param_groups\[0\]\['lr'\]",
     ):
         federated(ByHand(), rounds=2)

@@ -148,6 +148,7 @@ def test_hooks_are_called_as_often_as_the_page_says(capsys):
     expected = {
         "once in `fit`, and once in the test at its end": 2,
         "once in `fit`": 1,
+        "once in `fit`, and once a round of each client": 1 + 2 * 2,
         "once a round": 2,
         "once a local step of each client": 2 * 2 * 2,
     }

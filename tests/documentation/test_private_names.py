@@ -8,11 +8,12 @@ from pydoc import locate
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from jsonargparse import ArgumentParser
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTED = {"_exit", "_replace"}  # of os and of named tuples
+DOCUMENTED = {"_asdict", "_exit", "_replace"}  # of os and of named tuples
 IMPORTED = {
     "atexit._run_exitfuncs": "experiments/studies/engines/local",
     "jsonargparse._parameter_resolvers.UnknownDefault": "recorded",
@@ -40,7 +41,7 @@ IMPORTED = {
     "torch.utils._pytree.keystr": "ranks verification/comparison verification/memory",
     "torch.utils._pytree.tree_flatten": "client_data/batches execution/graphs",
     "torch.utils._pytree.tree_flatten_with_path": "cohort/client_memory ranks verification/comparison verification/memory",
-    "torch.utils._pytree.tree_leaves": "client_data/batches client_data/federated client_data/loaders execution/base execution/graphs execution/vectorized round/first_steps",
+    "torch.utils._pytree.tree_leaves": "client_data/batches client_data/federated client_data/loaders clients/changes clients/task execution/graphs execution/vectorized round/first_steps",
     "torch.utils._pytree.tree_map": "client_data/batches cohort/client_memory execution/vectorized verification/memory",
     "torch.utils._pytree.tree_map_only": "clients/lightning_module",
     "torch.utils._pytree.tree_map_with_path": "verification/memory",
@@ -78,10 +79,13 @@ OF_OBJECTS = {
         "_call_kernel": "datamodules/streamed",
     },
     "torchmetrics.MeanMetric": {
-        "_apply": "round/metrics",
+        "_apply": "clients/metrics",
         "_computed": "clients/metric_states",
-        "_reductions": "round/metrics",
+        "_reductions": "clients/metric_states clients/metrics",
         "_update_count": "clients/metric_states",
+    },
+    "Running of torchmetrics": {
+        "_num_vals_seen": "clients/metric_states",
     },
     "lightning.LightningModule": {
         "_hparams_name": "clients/lightning_module",
@@ -185,6 +189,7 @@ def test_the_listed_names_are_in_the_installed_libraries():
         "lightning.LightningModule": module,
         "lightning.Trainer": trainer,
         "AcceleratorConnector": trainer._accelerator_connector,
+        "Running of torchmetrics": torchmetrics.wrappers.Running(torchmetrics.MeanMetric()),
         "Action of jsonargparse": ArgumentParser().add_argument("--a", type=list[int]),
     }
     for path in (

@@ -4,7 +4,6 @@ import re
 from contextlib import contextmanager
 
 import lightning as L
-import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -17,7 +16,6 @@ from fl_lightning.testing import ClientStates
 from tests.support.lightning_sites import CLASSES, FEATURES, TRAINER, Site, federated, sites
 
 BATCH = 8
-FAILURES = (AssertionError, ConfigurationError, pytest.fail.Exception)
 
 
 class Small(L.LightningModule):
@@ -194,14 +192,3 @@ def equal_or_refused(name):
     except ConfigurationError as error:
         refusal = str(error)
     assert refusal is None or re.search(name, refusal), refusal
-
-
-def known_fault_mark(reason):
-    """Mark a test that fails until its fault is mended."""
-    return pytest.mark.xfail(strict=True, raises=FAILURES, reason=reason)
-
-
-def known_fault(case, reason="one module object serves all clients"):
-    """Mark a case of a test, one value or a tuple, that fails until its fault is mended."""
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=known_fault_mark(reason))

@@ -1,0 +1,204 @@
+"""The copies of a LightningModule that are the clients of a round."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import nan
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
+
+from fl_lightning.client_data.fingerprint import digest
+from fl_lightning.clients.changes import additions
+from fl_lightning.clients.configured_optimizer import configured
+from fl_lightning.clients.metric_states import MetricObjects
+from fl_lightning.clients.template import Template
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.cohort.slots import StateSlots
+from fl_lightning.errors import ConfigurationError
+
+
+class ClientCopy:
+    """A client's copy of a LightningModule in one round.
+
+    Args:
+        module: The copy, whose parameters and buffers are views of the client's row.
+        tensors: The copy's parameters and buffers by name.
+        views: The views of the row by name.
+        trained: Names of the trained parameters.
+    """
+
+    def __init__(
+        self, module: Any, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor], trained: Sequence[str]
+    ) -> None:
+        self.module, self.metrics = module, MetricObjects(module)
+        self.trained = {name: tensors[name] for name in trained}
+        self.own_attributes: set[str] = set()
+        self.optimizer: Optimizer | None = None
+        self._slots = StateSlots(module, tensors)
+        self._places = [(name, tensors[name], view, view.data_ptr()) for name, view in views.items()]
+        self._every = [tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
+        self.metrics.reset()
+
+    def configure(self) -> Optimizer:
+        """Return the copy's own optimizer. Attributes that ``configure_optimizers`` sets are its own."""
+        before = dict(vars(self.module))
+        optimizer = self.optimizer = configured(self.module)
+        after = vars(self.module).items()
+        self.own_attributes = {f".{name}" for name, value in after if before.get(name) is not value}
+        return optimizer
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None, as Lightning does between a step's loss and its backward pass."""
+        for parameter in self._every:
+            parameter.grad = None
+
+    def take_up(self) -> None:
+        """Write tensors that a step has replaced into the row, and put the copy's tensors back.
+
+        Raises:
+            ConfigurationError: The shape of a tensor has changed.
+        """
+        for name, own, view, address in self._places:
+            tensor = self._slots.get(name)
+            if tensor is own and tensor.data_ptr() == address and tensor.shape == view.shape:
+                continue
+            if tensor.shape != view.shape and tensor.numel() != 1:
+                raise ConfigurationError(
+                    f"model: the forward pass changes the shape of {name!r} from {list(view.shape)} to {list(tensor.shape)}; "
+                    "make the model with the final shape"
+                )
+            view.copy_(tensor.detach())
+            own.data = view
+            self._slots.put(name, own)
+
+
+def whole_copy(task: Any, tensors: Mapping[int, Tensor]) -> ClientCopy:
+    """Return a copy of a module with tensors of its own.
+
+    Args:
+        task: What a client computes.
+        tensors: Tensors of the copy by ``id`` of the module's tensor. Other tensors are copied.
+    """
+    module = Template(task.module, task.shared_by_copies()).copy(tensors)
+    module.trainer = task.module.trainer
+    return ClientCopy(module, dict(module.named_parameters()), {}, ())
+
+
+class Copies:
+    """The copies of a LightningModule for the clients that this rank computes in a round.
+
+    Args:
+        task: What a client computes.
+        cohort: The rank's clients.
+    """
+
+    def __init__(self, task: Any, cohort: RoundCohort) -> None:
+        self._module, self.clients = task.module, cohort.client_ids
+        server = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
+        rows = {*cohort.params, *cohort.buffers}
+        self._untrained = {name: tensor for name, tensor in server.items() if name not in rows}
+        self._digests = self._of_untrained()
+        untrained = {id(tensor): tensor for tensor in self._untrained.values()}
+        template = Template(task.module, task.shared_by_copies())
+        self.of_row: list[ClientCopy] = []
+        for row in range(len(cohort)):
+            parameters, buffers = cohort.params.row(row), cohort.buffers.row(row)
+            tensors: dict[str, Tensor] = {n: nn.Parameter(x.detach()) for n, x in parameters.items()}
+            for name, view in buffers.items():
+                is_parameter = isinstance(server[name], nn.Parameter)
+                tensors[name] = nn.Parameter(view.detach(), False) if is_parameter else view.detach()
+            copy = template.copy(untrained | {id(server[name]): x for name, x in tensors.items()})
+            copy.trainer = task.module.trainer
+            self.of_row.append(ClientCopy(copy, tensors, {**parameters, **buffers}, cohort.trained_names))
+        self._hidden = [server[name] for name in rows if server[name].is_floating_point()]
+        self._values = [tensor.data for tensor in self._hidden]
+        self._layers = _layers(task.module)
+
+    def _of_untrained(self) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in self._untrained.items()}
+
+    def additions(
+        self, named: Callable[[int], str], place: str
+    ) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+        """Yield each client with what its steps have appended to lists of the module, by name.
+
+        Args:
+            named: Returns words for a client.
+            place: Words for the round.
+
+        Raises:
+            ConfigurationError: A step has changed something else outside of the client's tensors.
+        """
+        for client, copy in zip(self.clients, self.of_row, strict=True):
+            words = f"{place}, {named(client)}"
+            yield client, additions(self._module, copy.module, copy.own_attributes, words)
+        after = self._of_untrained()
+        for name in (name for name, value in self._digests.items() if after[name] != value):
+            raise ConfigurationError(
+                f"model: {place}: a client's step changes {name!r} of the server's model, as a parameter without gradient is shared; "
+                "make it a buffer (register_buffer), which every client has a copy of"
+            )
+
+    @contextmanager
+    def hiding_server(self) -> Iterator[None]:
+        """Let the server's tensors hold NaN within the ``with`` block.
+
+        A copy must not read them. By NaN, what still reads them does not go unseen.
+        """
+        for tensor in self._hidden:
+            tensor.data = tensor.new_full((), nan).expand(tensor.shape)
+        try:
+            yield
+        finally:
+            for tensor, value in zip(self._hidden, self._values, strict=True):
+                tensor.data = value
+
+    def follow(self) -> None:
+        """Make the changes to the copies that methods have made to the server's layers since."""
+        before, self._layers = self._layers, _layers(self._module)
+        for name, now in self._layers.items():
+            if now != before[name]:
+                for copy in self.of_row:
+                    _follow(copy.module.get_submodule(name), before[name], now)
+
+
+_HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
+
+
+class _Layer:
+    """Class, attributes and hooks of a layer at some time."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.kind, self.attributes = type(layer), dict(vars(layer))
+        self.hooks = {name: dict(self.attributes[name]) for name in _HOOKS}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Layer) or self.kind is not other.kind or self.hooks != other.hooks:
+            return False
+        one, two = self.attributes, other.attributes
+        return one.keys() == two.keys() and all(one[key] is two[key] for key in one)
+
+    __hash__ = None  # type: ignore[assignment]  # compared only
+
+
+def _layers(module: nn.Module) -> dict[str, _Layer]:
+    """Return the state of each layer; metric objects are the copies' own."""
+    layers = module.named_modules()
+    return {name: _Layer(layer) for name, layer in layers if not isinstance(layer, Metric | MetricCollection)}
+
+
+def _follow(layer: nn.Module, before: _Layer, now: _Layer) -> None:
+    """Make the changes to a layer of a copy that were made to the server's layer."""
+    layer.__class__ = now.kind
+    for key in before.attributes.keys() - now.attributes.keys():
+        vars(layer).pop(key, None)
+    for key, value in now.attributes.items():
+        if before.attributes.get(key) is not value:
+            vars(layer)[key] = value
+    for store, hooks in now.hooks.items():
+        for key in before.hooks[store].keys() - hooks.keys():
+            vars(layer)[store].pop(key, None)
+        vars(layer)[store].update({key: hooks[key] for key in hooks.keys() - before.hooks[store].keys()})
