@@ -57,6 +57,12 @@ def plan(failures, clients=10, seed=0, **settings):
 run = partial(federated_run, data=partial(blobs, 3, SIZES))
 
 
+def test_by_default_every_client_reports_after_all_its_steps():
+    given, absent = ClientFailures(), ClientFailures(schedule={3: [[1, 1]]})
+    assert all(given.reports(client, 0, 2) and given.steps(20, client, 0, 2) == 20 for client in range(10))
+    assert [absent.reports(client, 0, 1) for client in (2, 3)] == [True, False]
+
+
 def test_failures_are_a_function_of_seed_round_and_client():
     first, again, other = (plan(ClientFailures(0.3, stragglers=0.3), seed=seed) for seed in (0, 0, 1))
     rounds = range(1, 30)
