@@ -159,7 +159,7 @@ class RoundCohort(Cohort):
 
     @property
     def client_optimizer(self) -> Any:
-        """The :class:`ClientOptimizer` of this round, or an object with the same methods."""
+        """The client optimizer of this round."""
         return self._optimizer
 
     @client_optimizer.setter
