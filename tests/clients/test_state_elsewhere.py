@@ -320,3 +320,26 @@ class CountsSteps(Lit):
 def test_passes_of_methods_are_no_steps_of_a_client(method):
     settings = {"rounds": 2, "trainer": {"limit_val_batches": 2}}
     assert trained(CountsSteps, None, method(), **settings)["steps"] == 2 * 2  # two clients, two steps
+
+
+class KnowsItsMemory(Small):
+    """A trained head on frozen features, as of a foundation model."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.places = []
+
+    def training_step(self, batch, batch_idx):
+        self.places.append((self.features.weight.data_ptr(), self.net[0].weight.data_ptr()))
+        return super().training_step((self.features(batch[0]), batch[1]), batch_idx)
+
+    def on_train_epoch_end(self):
+        frozen, trained = (len(set(column)) for column in zip(*self.places, strict=True))
+        self.log_dict({"frozen": float(frozen), "trained": float(trained)})
+        self.places.clear()
+
+
+def test_all_clients_share_the_memory_of_frozen_weights():
+    found = trained(KnowsItsMemory)
+    assert (found["frozen"], found["trained"]) == (1, 2)  # of two clients
