@@ -3,8 +3,11 @@
 import pickle
 import random
 import types
-from collections import OrderedDict
+import weakref
+from ast import literal_eval
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,10 +25,12 @@ _APART_TYPES = (Tensor, Metric, MetricCollection, LRScheduler)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
 _APART = {"_parameters", "_buffers", "_modules", "_trainer", "_compiled_call_impl", *_HOOKS}
+_APART |= {"_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"}
 """Attributes of a module that are no state of it, or that are compared elsewhere."""
 
-_PLAIN = (bool, int, float, str, tuple, set)
+_PLAIN = (bool, int, float, str)
 _MISSING = object()
+_SLOT = types.MemberDescriptorType
 
 
 def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: str) -> dict[str, list[Any]]:
@@ -44,6 +49,7 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
     """
     added: dict[str, list[Any]] = {}
     seen: set[tuple[int, int]] = set()
+    labels = _labels(server) | _labels(copy)
 
     def compare(name: str, first: Any, second: Any) -> None:
         if first is second or (id(first), id(second)) in seen or isinstance(second, _APART_TYPES):
@@ -66,11 +72,15 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
                 if key not in _APART:
                     compare(f"{name}.{key}", value, other)
             for key in vars(second).keys() - vars(first).keys() - _APART:
-                compare(f"{name}.{key}", _MISSING, vars(second)[key])
+                if not isinstance(getattr(type(second), key, None), cached_property):
+                    compare(f"{name}.{key}", _MISSING, vars(second)[key])
+            for key in second._buffers.keys() - second._non_persistent_buffers_set:
+                if first._buffers.get(key) is None and second._buffers[key] is not None:
+                    raise _changed(server, f"{name}.{key}", words)
             for child, part in first._modules.items():
                 compare(f"{name}.{child}", part, second._modules.get(child, _MISSING))
             return
-        known, found = _inside(first), _inside(second)
+        known, found = _inside(first, labels), _inside(second, labels)
         if type(first) is not type(second) or known is None or found is None:
             if not _equal(first, second):
                 raise _changed(server, name, words)
@@ -78,6 +88,8 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
         for key in {**known, **found}:
             if key in known and key in found:
                 compare(name + key, known[key], found[key])
+            elif _is_new_list(first, key, known, found):
+                added[name + key] = found[key]
             elif key in known or not _is_cache(found[key]):
                 raise _changed(server, name + key, words)
 
@@ -88,11 +100,36 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
 def add_to_lists(server: nn.Module, added: Mapping[str, list[Any]]) -> None:
     """Append what :func:`additions` has found to the lists of the server's module."""
     for name, values in added.items():
-        place, _, attribute = name.rpartition(".")
-        getattr(server.get_submodule(place), attribute).extend(values)
+        _of_name(server, f".{name}").extend(values)
 
 
-def _inside(thing: Any) -> dict[str, Any] | None:
+def _of_name(module: nn.Module, name: str) -> Any:
+    """Return the part of a module that has a name of :func:`additions`."""
+    thing: Any = module
+    while name:
+        if isinstance(thing, nn.Module):
+            inside = {f".{key}": value for key, value in (vars(thing) | thing._modules).items()}
+        else:
+            inside = _inside(thing, {}) or {}
+        key = max((key for key in inside if name.startswith(key)), key=len, default=None)
+        if key is None:  # a new list of a defaultdict
+            return thing[literal_eval(name[1:-1])]
+        thing, name = inside[key], name[len(key) :]
+    return thing
+
+
+def _is_new_list(first: Any, key: str, known: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    is_new = isinstance(first, defaultdict) and first.default_factory is list and key not in known
+    return is_new and isinstance(found[key], list)
+
+
+def _labels(module: nn.Module) -> dict[int, str]:
+    """Return the names of a module's parts, by ``id``."""
+    named = (module.named_modules, module.named_parameters, module.named_buffers)
+    return {id(part): f"{kind.__name__[6:]} {name}" for kind in named for name, part in kind()}
+
+
+def _inside(thing: Any, labels: Mapping[int, str]) -> dict[str, Any] | None:
     """Return what a part of a module consists of, by the ends of names; None for a single value."""
     if isinstance(thing, Optimizer):
         groups = enumerate(thing.param_groups)
@@ -100,17 +137,26 @@ def _inside(thing: Any) -> dict[str, Any] | None:
             f".param_groups[{n}][{k!r}]": x for n, group in groups for k, x in group.items() if k != "params"
         }
     if isinstance(thing, dict):
-        return {f"[{key!r}]": value for key, value in thing.items()}
-    if isinstance(thing, list | tuple):
+        return {f"[{_key(key, labels)}]": value for key, value in thing.items()}
+    if isinstance(thing, set | frozenset):
+        return {f"{{{_key(key, labels)}}}": True for key in thing}
+    if isinstance(thing, list | tuple | deque):
         return {f"[{number}]": value for number, value in enumerate(thing)}
     if isinstance(thing, types.FunctionType):
         cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
         return {f".{name}": value for name, cell in cells for value in contents(cell)}
     if isinstance(thing, types.MethodType):
         return {"": thing.__self__}
-    if isinstance(thing, _GENERATORS) or not hasattr(thing, "__dict__"):
+    slots = [x for kind in type(thing).__mro__ for x in vars(kind).values() if type(x) is _SLOT]
+    if isinstance(thing, _GENERATORS) or not (slots or hasattr(thing, "__dict__")):
         return None
-    return {f".{key}": value for key, value in vars(thing).items()}
+    held = {x.__name__: getattr(thing, x.__name__) for x in slots if hasattr(thing, x.__name__)}
+    return {f".{key}": value for key, value in (held | getattr(thing, "__dict__", {})).items()}
+
+
+def _key(key: Any, labels: Mapping[int, str]) -> str:
+    part = key() if isinstance(key, weakref.ref) else key
+    return labels.get(id(part)) or repr(part)
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -120,8 +166,13 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Generator) and isinstance(second, torch.Generator):
         return torch.equal(first.get_state(), second.get_state())
     try:
-        return (first == second) is True or pickle.dumps(first) == pickle.dumps(second)
-    except (TypeError, pickle.PicklingError):
+        if (first == second) is True:
+            return True
+    except Exception:  # noqa: BLE001, S110  # the objects' own code, or arrays of other sizes
+        pass
+    try:
+        return pickle.dumps(first) == pickle.dumps(second)
+    except Exception:  # noqa: BLE001  # the objects' own code
         return type(first) is type(second)
 
 
