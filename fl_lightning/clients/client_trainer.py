@@ -49,6 +49,13 @@ class ClientTrainer(View):
         vars(self).update(_client=client, datamodule=View(run.trainer.datamodule, "datamodule."))
 
     @property
+    def model(self) -> Any:
+        """The client's module."""
+        return self._client.module
+
+    lightning_module = model
+
+    @property
     def optimizers(self) -> list[Any]:
         """The client optimizer."""
         return [self._client.optimizer_in_use]

@@ -55,6 +55,12 @@ class ClientCopy:
         for parameter in self._every:
             parameter.grad = None
 
+    def release(self) -> None:
+        """Let go of the client's row, as a copy that holds itself lives until Python collects garbage."""
+        for _, tensor, view, _ in self._places:
+            tensor.data = view.new_empty(0)
+        self._places = []
+
     def take_up(self) -> None:
         """Write tensors that a step has replaced into the row, and put the copy's tensors back.
 
@@ -63,6 +69,8 @@ class ClientCopy:
         """
         for name, own, view, address in self._places:
             tensor = self._slots.get(name)
+            if tensor is None:
+                raise ConfigurationError(f"model: a step sets {name!r} to None; keep it a tensor")
             if tensor is own and tensor.data_ptr() == address and tensor.shape == view.shape:
                 continue
             if tensor.shape != view.shape and tensor.numel() != 1:
@@ -115,6 +123,7 @@ class Copies:
             self.of_row.append(ClientCopy(copy, tensors, {**parameters, **buffers}, cohort.trained_names))
         self._hidden = [server[name] for name in rows if server[name].is_floating_point()]
         self._values = [tensor.data for tensor in self._hidden]
+        self._trained = {name: server[name] for name in cohort.trained_names}
         self._layers = _layers(task.module)
 
     def _of_untrained(self) -> dict[str, str]:
@@ -148,13 +157,22 @@ class Copies:
 
         A copy must not read them. By NaN, what still reads them does not go unseen.
         """
+        gradients = {name: tensor.grad for name, tensor in self._trained.items()}
         for tensor in self._hidden:
+            tensor.grad = None
             tensor.data = tensor.new_full((), nan).expand(tensor.shape)
         try:
             yield
         finally:
             for tensor, value in zip(self._hidden, self._values, strict=True):
                 tensor.data = value
+        read = [name for name, tensor in self._trained.items() if tensor.grad is not None]
+        for name, gradient in gradients.items():
+            self._trained[name].grad = gradient
+        if read:
+            raise ConfigurationError(
+                f"model: the loss of a client's step depends on {read[0]!r} of the server's model and not of the client's; reach it from self"
+            )
 
     def follow(self) -> None:
         """Make the changes to the copies that methods have made to the server's layers since."""

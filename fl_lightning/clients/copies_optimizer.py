@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.clients.copies import Copies, whole_copy
+from fl_lightning.clients.copies import ClientCopy, Copies, whole_copy
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
@@ -41,8 +41,12 @@ class CopiesOptimizer:
     def of_row(self) -> list[Optimizer]:
         """The optimizer of each copy."""
         if self._of_row is None:
-            self._of_row = [copy.configure() for copy in self.copies.of_row]
+            self._of_row = [self._configured(copy) for copy in self.copies.of_row]
         return self._of_row
+
+    def _configured(self, copy: ClientCopy) -> Optimizer:
+        with self._task.acting(copy):
+            return copy.configure()
 
     @property
     def torch(self) -> Optimizer:
@@ -119,7 +123,7 @@ class CopiesOptimizer:
 
     def _keys(self) -> tuple[list[str], bool]:
         """Return the names of the state tensors, and whether the optimizer counts steps, by a trial."""
-        optimizer = whole_copy(self._task, {}).configure()
+        optimizer = self._configured(whole_copy(self._task, {}))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)

@@ -334,8 +334,8 @@ class LightningModuleTask(ClientTask):
         run, plan = self.run, self.run.plan.usual()
         clients, steps = plan.trained(run.round)
         copy = whole_copy(self, {})
-        optimizer = copy.configure()
-        with isolated(), self._acting(copy):
+        with isolated(), self.acting(copy):
+            optimizer = copy.configure()
             for step in range(steps[0]):
                 (batch,) = run.planned_batches(plan, clients[:1], step).batches()
                 key = dropout_keys(self.seed, run.round, clients[:1], step)[0]
@@ -398,7 +398,7 @@ class LightningModuleTask(ClientTask):
         """Let a copy with the same tensors act, so that a pass changes no other attribute."""
         tensors = {id(x): x for x in (*self.module.parameters(), *self.module.buffers())}
         copy = whole_copy(self, tensors)
-        with self._acting(copy):
+        with self.acting(copy):
             yield
         for own, copied_part in zip(self.module.modules(), copy.module.modules(), strict=True):
             own._parameters.update(copied_part._parameters)  # a pass may have replaced some
@@ -441,10 +441,13 @@ class LightningModuleTask(ClientTask):
     def shared_by_copies(self) -> list[Any]:
         """Return the objects that copies of the module share with it."""
         held = vars(self.module)
-        return [held.get(name) for name in ("log", "optimizers", "_hparams", "_hparams_initial")]
+        return [held.get(name) for name in ("log", "optimizers", "_hparams_initial")]
 
     def enter(self, cohort: RoundCohort, *, alone: bool) -> None:
         """Give each client a copy of the module, if clients compute one after the other."""
+        for copies in self._copies.values():
+            for copy in copies.of_row:
+                copy.release()
         self._part, self._copies = cohort.part().params, {}
         if alone:
             cohort.client_optimizer = CopiesOptimizer(self, cohort)
@@ -456,7 +459,7 @@ class LightningModuleTask(ClientTask):
     def pass_alone(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a client's loss and gradients by the client's copy."""
         copy = self.copies_of(cohort).of_row[row]
-        with self._acting(copy):
+        with self.acting(copy):
             loss, objective = self.losses(batch)
             copy.metrics.refuse_running()
             logged = {name: value[None] for name, value in self.logged().items()}
@@ -475,7 +478,7 @@ class LightningModuleTask(ClientTask):
         return self._copies[key]
 
     @contextmanager
-    def _acting(self, copy: ClientCopy) -> Iterator[None]:
+    def acting(self, copy: ClientCopy) -> Iterator[None]:
         """Let a client's copy take the place of the server's module within the ``with`` block."""
         before = self.module, self.metrics, self._copy
         self.module, self.metrics, self._copy = copy.module, copy.metrics, copy
@@ -501,7 +504,7 @@ class LightningModuleTask(ClientTask):
         with self.alone(cohort) if ended else nullcontext():
             for client, (outputs, batch) in ended.items():
                 copy = self.copies_of(cohort).of_row[cohort.client_ids.index(client)]
-                with self._acting(copy), self.collecting(self.by_client[client], batch):
+                with self.acting(copy), self.collecting(self.by_client[client], batch):
                     copy.module.on_train_batch_end(outputs, batch, self.local_step)
                 copy.take_up()
 
@@ -579,7 +582,7 @@ class LightningModuleTask(ClientTask):
         server = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         others = {name: value.detach().clone() for name, value in tensors.items()}
         copy = whole_copy(self, {id(server[name]): value for name, value in others.items()})
-        with self._acting(copy):
+        with self.acting(copy):
             yield
 
     def holding(self, slots: StateSlots, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:

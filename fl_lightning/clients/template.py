@@ -1,5 +1,6 @@
 """Copies of a module, which share code and data with it, and have other tensors."""
 
+import dis
 import gc
 import io
 import pickle
@@ -8,12 +9,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from functools import _lru_cache_wrapper, lru_cache
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from fl_lightning.errors import ConfigurationError
 
 _SHARED = (
     type,
@@ -30,6 +36,9 @@ _SHARED = (
 """Types of which copies share the objects."""
 
 _CLOSED = (*_SHARED, str, int, float, bytes)
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Hooks of tensors."""
+
 _numbered: ContextVar[Callable[[int], Any]] = ContextVar("_numbered")
 
 
@@ -37,9 +46,10 @@ class Template:
     """The structure of a module, for making copies.
 
     Copies are made by pickle. Lists of parameters, helper objects and bound methods of a copy
-    refer to the copy's own parts. Functions that reach the module by a closure or a default value
-    are made anew for the copy. Copies share all other functions, and classes, data sets, the trainer
-    and callbacks. They also share objects that pickle cannot copy, such as locks.
+    refer to the copy's own parts. Functions that reach the module by a closure or a default value,
+    and functions that change their closure, are made anew for the copy. Hooks and attributes of
+    tensors are copied. Copies share all other functions, and classes, data sets, the trainer and
+    callbacks. They also share objects that pickle cannot copy, such as locks.
 
     Args:
         module: The module.
@@ -50,7 +60,9 @@ class Template:
         file = io.BytesIO()
         writer = _Writer(file, module, shared)
         writer.dump(module)
-        self._text, self._objects = file.getvalue(), writer.objects
+        self._text, self._objects, self._numbers = file.getvalue(), writer.objects, writer.numbers
+        named = (*module.parameters(), *module.buffers())
+        self._whole = {_memory(x): x for x in named if _fills_its_memory(x)}
 
     def copy(self, tensors: Mapping[int, Tensor]) -> Any:
         """Return a copy of the module.
@@ -63,14 +75,37 @@ class Template:
         def numbered(number: int) -> Any:
             if number not in made:
                 found = self._objects[number]
-                made[number] = _tensor_of_copy(found, tensors) if isinstance(found, Tensor) else found
+                made[number] = part_of(found) if isinstance(found, Tensor) else found
             return made[number]
+
+        def part_of(found: Tensor) -> Tensor:
+            whole = self._whole.get(_memory(found), found)
+            known = whole is found or id(found) in tensors or found.requires_grad
+            if known or id(whole) not in self._numbers or found.dtype != whole.dtype:
+                return _tensor_of_copy(found, tensors)
+            own = numbered(self._numbers[id(whole)])  # a view of a parameter or buffer
+            if own is whole:
+                return found
+            place = own.storage_offset() + found.storage_offset()
+            view: Tensor = own.detach().as_strided(found.shape, found.stride(), place)
+            return view
 
         token = _numbered.set(numbered)
         try:
             return pickle.loads(self._text)
         finally:
             _numbered.reset(token)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    size: int = tensor.untyped_storage().nbytes()
+    return 0 < tensor.numel() * tensor.element_size() == size
 
 
 def _tensor_of_copy(tensor: Tensor, tensors: Mapping[int, Tensor]) -> Tensor:
@@ -88,7 +123,7 @@ class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, module: nn.Module, shared: Iterable[Any]) -> None:
         super().__init__(file, protocol=5)
         self.objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self._shared = {id(each) for each in shared}
         parts = (*module.modules(), *module.parameters(), *module.buffers())
         self._parts = {id(part) for part in parts}
@@ -104,30 +139,51 @@ class _Writer(pickle.Pickler):
         return _WAYS[kind](self, thing)
 
     def _number(self, thing: Any) -> int:
-        if id(thing) not in self._numbers:
-            self._numbers[id(thing)] = len(self.objects)
+        if id(thing) not in self.numbers:
+            self.numbers[id(thing)] = len(self.objects)
             self.objects.append(thing)
-        return self._numbers[id(thing)]
+        return self.numbers[id(thing)]
 
     def _by_number(self, thing: Any) -> Any:
         return _of_number, (self._number(thing),)
 
-    def _as_usual(self, thing: Any) -> Any:
+    def _tensor(self, thing: Tensor) -> Any:
+        hooks = {name: getattr(thing, name) for name in _HOOKS if thing.is_leaf}
+        state = vars(thing), {name: value for name, value in hooks.items() if value}
+        return (*self._by_number(thing), state if any(state) else None, None, None, _set_on_tensor)
+
+    def _as_usual(self, thing: nn.Module) -> Any:
+        if is_parametrized(thing):  # its class refuses pickle, as a file could not name the class
+            return _new, (type(thing),), vars(thing), None, None, _set_state
         return NotImplemented
+
+    def _script(self, thing: Any) -> Any:
+        _refuse_to_share(thing, TypeError("torch.jit copies tensors by itself"))
+        return self._by_number(thing)
 
     def _or_shared(self, thing: Any) -> Any:
         try:
-            return thing.__reduce_ex__(5)
-        except (TypeError, pickle.PicklingError):
+            way = thing.__reduce_ex__(5)
+        except Exception as error:  # noqa: BLE001  # the object's own code
+            _refuse_to_share(thing, error)
             return self._by_number(thing)
+        if isinstance(way, str) or not 2 < len(way) < 6 or hasattr(type(thing), "__setstate__"):
+            return way
+        # pickle asks the empty object for __setstate__, which one that passes attributes on cannot answer
+        return (*(*way, None, None)[:5], _set_state)
+
+    def _cached_function(self, thing: Any) -> Any:
+        if not self._reaches_module(thing):
+            return self._by_number(thing)
+        return _cached, (thing.cache_parameters(), thing.__wrapped__)
 
     def _in_order(self, thing: Any) -> Any:
         return OrderedDict, (), None, None, iter(thing.items())
 
     def _function(self, thing: Any) -> Any:
-        if thing in (_of_number, _empty, _fill):
+        if thing in (_of_number, _empty, _fill, _cached, _new, _set_state, _set_on_tensor):
             return NotImplemented
-        if not self._reaches_module(thing):
+        if not (self._reaches_module(thing) or _changes_closure(thing)):
             return self._by_number(thing)
         cells = [contents(cell) for cell in thing.__closure__ or ()]
         state = cells, thing.__defaults__, thing.__kwdefaults__, vars(thing)
@@ -137,12 +193,15 @@ class _Writer(pickle.Pickler):
         return types.MethodType, (thing.__func__, thing.__self__)
 
     def _reference(self, thing: Any) -> Any:
-        return weakref.ref, (thing(),)
+        part = thing()
+        return self._by_number(thing) if part is None else (type(thing), (part,))
 
     def _reaches_module(self, function: Any) -> bool:
         """Return whether a function's closure or default values lead to a part of the module."""
         if id(function) not in self._reaching:
-            waiting, seen, found = _held_by(function), {id(function)} | self._shared, False
+            is_function = isinstance(function, types.FunctionType)
+            waiting = _held_by(function) if is_function else gc.get_referents(function)
+            seen, found = {id(function)} | self._shared, False
             while waiting and not found:
                 thing = waiting.pop()
                 found = id(thing) in self._parts
@@ -156,6 +215,32 @@ class _Writer(pickle.Pickler):
 
 def _held_by(function: Any) -> list[Any]:
     return [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__]
+
+
+def _changes_closure(function: types.FunctionType) -> bool:
+    """Return whether a function has a ``nonlocal`` variable, or a container in its closure."""
+    if not function.__closure__ or "<locals>" not in function.__qualname__:  # the latter is global
+        return False
+    held = [content for cell in function.__closure__ for content in contents(cell)]
+    if any(isinstance(content, dict | list | set) for content in held):
+        return True
+    own = {*function.__code__.co_freevars}
+    written = (step.argval for step in dis.get_instructions(function) if step.opname == "STORE_DEREF")
+    return not own.isdisjoint(written)
+
+
+def _refuse_to_share(thing: Any, error: Exception) -> None:
+    """Refuse an object that pickle cannot copy, if clients would disturb each other by it."""
+    kind = type(thing).__name__
+    trained = isinstance(thing, nn.Module) and any(x.requires_grad for x in thing.parameters())
+    if trained or (isinstance(thing, nn.Module) and any(True for _ in thing.buffers())):
+        raise ConfigurationError(
+            f"model: the layer {kind} cannot be copied for each client; make it in Python, not by torch.jit, or freeze it and use no buffers"
+        ) from error
+    if isinstance(thing, types.GeneratorType | _BaseDataLoaderIter):
+        raise ConfigurationError(
+            f"model: it holds a {kind}, which cannot be copied for each client; hold what it iterates over, and make it in training_step"
+        ) from error
 
 
 def contents(cell: types.CellType) -> tuple[Any, ...]:
@@ -187,16 +272,48 @@ def _fill(function: Any, state: Any) -> None:
     vars(function).update(attributes)
 
 
+def _cached(settings: dict[str, Any], function: Any) -> Any:
+    return lru_cache(**settings)(function)
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _set_state(thing: Any, state: Any) -> None:
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    if attributes:
+        vars(thing).update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(thing, name, value)
+
+
+def _set_on_tensor(tensor: Tensor, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Give a copy of a tensor attributes and hooks; a shared tensor has them."""
+    attributes, hooks = state
+    for name in attributes.keys() - vars(tensor).keys():
+        setattr(tensor, name, attributes[name])
+    for name in (name for name in hooks if not getattr(tensor, name)):
+        setattr(tensor, name, hooks[name])
+
+
 _WAYS: dict[type, Callable[[_Writer, Any], Any]] = {
     OrderedDict: _Writer._in_order,
     types.FunctionType: _Writer._function,
     types.MethodType: _Writer._method,
     weakref.ref: _Writer._reference,
+    weakref.WeakMethod: _Writer._reference,
+    _lru_cache_wrapper: _Writer._cached_function,
 }
 
 
 def _way_of(kind: type) -> Callable[[_Writer, Any], Any]:
-    if issubclass(kind, (Tensor, *_SHARED)):
+    if issubclass(kind, Tensor):
+        return _Writer._tensor
+    if issubclass(kind, torch.jit.ScriptModule):
+        return _Writer._script
+    of_compiler = kind.__module__.startswith("torch._dynamo") and not issubclass(kind, nn.Module)
+    if issubclass(kind, _SHARED) or of_compiler:
         return _Writer._by_number
     plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     return _Writer._as_usual if issubclass(kind, nn.Module) and plain else _Writer._or_shared

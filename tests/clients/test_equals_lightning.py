@@ -2,7 +2,9 @@
 
 import random
 import warnings
-from functools import partial
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import pytest
@@ -198,7 +200,158 @@ class BoundMethod(Small):
         return 0.1 * self.features(batch[0]).square().mean()
 
 
+class ParametersInTuple(ParametersInList):
+    def __init__(self):
+        super().__init__()
+        self.decayed = tuple(self.decayed)
+
+
+class ParametersInSet(ParametersInList):
+    def __init__(self):
+        super().__init__()
+        self.known = frozenset(self.decayed)
+        self.starts = {parameter: torch.zeros(()) for parameter in self.net.parameters()}
+
+    def penalty(self, batch):
+        decayed = [p for p in self.net.parameters() if p in self.known and p in self.starts]
+        return self.strength * squares(decayed)
+
+
+@dataclass(slots=True)
+class Slots:
+    parameters: list
+    scale: torch.Tensor
+
+
+class ParametersInSlots(ParametersInList):
+    def __init__(self):
+        super().__init__()
+        self.kept = Slots(self.decayed, torch.ones(3))
+        self.recent = deque([torch.zeros(3), torch.ones(3)], maxlen=4)
+
+    def penalty(self, batch):
+        return self.strength * squares(self.kept.parameters)
+
+
+class PassesOn:
+    """An object that passes attributes on, which it cannot while it is empty."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class ParametersBehindObject(ParametersInList):
+    def __init__(self):
+        super().__init__()
+        self.behind = PassesOn(self.net)
+
+    def penalty(self, batch):
+        return self.strength * squares(self.behind.parameters())
+
+
+class CachedMethod(ParametersInList):
+    def __init__(self):
+        super().__init__()
+        self.scale = lru_cache(self.compute_scale)
+
+    def compute_scale(self, factor):
+        return factor * self.strength
+
+    @cached_property
+    def factor(self):
+        return 2
+
+    def penalty(self, batch):
+        return self.scale(self.factor) * squares(self.decayed)
+
+
+class TrainersModel(Small):
+    """The optimizer of a well-known template of projects."""
+
+    def penalty(self, batch):
+        return 0.1 * squares(self.trainer.lightning_module.parameters())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.3)
+
+
+class AttributeOfParameter(Small):
+    def __init__(self):
+        super().__init__()
+        for parameter in self.net.parameters():
+            parameter.decay = 0.5 * (parameter.ndim > 1)
+
+    def configure_optimizers(self):
+        groups = [{"params": [p], "weight_decay": p.decay} for p in self.net.parameters()]
+        return torch.optim.AdamW(groups, lr=0.1)
+
+
+class HookOfParameter(Small):
+    def __init__(self):
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: 0.1 * gradient)
+
+        def halve(parameter):
+            parameter.grad.mul_(0.5)
+
+        self.net[2].weight.register_post_accumulate_grad_hook(halve)
+
+
+class ViewsOfTensors(Small):
+    """Tensors that show the values of a parameter and of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(4))
+        self.first, self.weight = self.counts[:2], self.net[0].weight.detach()
+
+    def penalty(self, batch):
+        self.counts += 0.1
+        return self.first.sum() * (self.weight * self.net[0].weight).sum()
+
+
+class Parametrized(Small):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[0])
+
+
+class Compiled(Small):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+class Traced(Small):
+    """Frozen features that torch.jit has traced."""
+
+    def __init__(self):
+        super().__init__()
+        frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.features = torch.jit.trace(frozen, torch.zeros(1, FEATURES))
+
+    def penalty(self, batch):
+        return self.net(self.features(batch[0])).square().mean()
+
+
 ELSEWHERE = [
+    ParametersInTuple,
+    ParametersInSet,
+    ParametersInSlots,
+    ParametersBehindObject,
+    CachedMethod,
+    TrainersModel,
+    AttributeOfParameter,
+    HookOfParameter,
+    ViewsOfTensors,
+    Parametrized,
+    Compiled,
+    Traced,
     ParametersInList,
     StrongPenaltyOfList,
     ParametersInDict,

@@ -1,8 +1,12 @@
 """Teachers, counters, generators and lists of a module: right for each client, or refused by name."""
 
 import re
+import warnings
+import weakref
+from collections import defaultdict
 from copy import deepcopy
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -248,9 +252,99 @@ class OwnNumpyGenerator(OwnGenerator):
         return 0.1 * self.noise.random() * squares(self.net.parameters())
 
 
+class CounterInArray(Counter):
+    """An array that grows has another size than the server's."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps_taken = np.zeros(0)
+
+    def count(self):
+        self.steps_taken = np.append(self.steps_taken, 1.0)
+
+    def steps(self):
+        return len(self.steps_taken)
+
+
+class CounterInClosure(Counter):
+    def __init__(self):
+        super().__init__()
+        steps_taken = 0
+
+        def count():
+            nonlocal steps_taken
+            steps_taken += 1
+            return steps_taken
+
+        self.count = count
+
+    def penalty(self, batch):
+        return 0.1 * self.count() * squares(self.net.parameters())
+
+
+class CounterInHyperparameters(Counter):
+    def __init__(self, steps_taken=0):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def count(self):
+        self.hparams.steps_taken += 1
+
+
+class LateBuffer(Counter):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", None)
+
+    def count(self):
+        self.center = torch.ones(())
+
+
+class BufferToNone(LateBuffer):
+    def __init__(self):
+        super().__init__()
+        self.center = torch.ones(())
+
+    def count(self):
+        self.center = None
+
+
+class Generates(Counter):
+    def __init__(self):
+        super().__init__()
+        self.numbers = (number for number in range(100))
+
+    def count(self):
+        self.steps_taken = next(self.numbers)
+
+
+class Script(Counter):
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.net = torch.jit.script(self.net)
+
+
+class WeakLayer(Counter):
+    """Its copies reach the server's layer by a reference that pickle cannot copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = weakref.WeakValueDictionary({0: self.net[0]})
+
+    def penalty(self, batch):
+        return 0.1 * squares(self.layers[0].parameters())
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
+        (CounterInArray, "steps_taken"),
+        (CounterInClosure, "steps_taken"),
+        (CounterInHyperparameters, "steps_taken"),
+        (LateBuffer, "center"),
+        (BufferToNone, "center"),
         (Counter, "steps_taken"),
         (OwnGenerator, "noise"),
         (CounterFromRound2, "steps_taken"),
@@ -265,6 +359,14 @@ def test_numbers_and_generators_that_steps_change_are_refused_by_name(kind, name
     where = rf"(?=.*round {kind.first_round})(?=.*site 0)" if getattr(kind, "first_round", 1) > 1 else ""
     with pytest.raises(ConfigurationError, match=rf"(?s)(?=.*{name}){where}"):
         federated(new(kind), rounds=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Generates, "generator"), (Script, "torch.jit"), (WeakLayer, "net.0.weight")]
+)
+def test_what_copies_cannot_have_of_their_own_is_refused_by_name(kind, name):
+    with pytest.raises(ConfigurationError, match=re.escape(name)):
+        federated(new(kind), rounds=1)
 
 
 class KeepsLosses(Small):
@@ -289,6 +391,69 @@ def test_a_list_that_steps_append_to_has_the_clients_of_all_ranks():
     one, two = (trained(KeepsLosses, rounds=2, trainer=on_ranks(ranks)) for ranks in (1, 2))
     assert one["mean_of_losses"] == two["mean_of_losses"]
     assert one["last_loss"] == two["last_loss"]
+
+
+class KeepsLossesInDict(KeepsLosses):
+    def __init__(self):
+        super().__init__()
+        self.kept = {"train": vars(self).pop("losses")}
+
+    @property
+    def losses(self):
+        return self.kept["train"]
+
+    @losses.setter
+    def losses(self, value):
+        vars(self)["losses"] = value
+
+
+class KeepsLossesInNewKey(KeepsLossesInDict):
+    def __init__(self):
+        super().__init__()
+        self.kept = defaultdict(list)
+
+
+class KeepsLossesInHelper(KeepsLossesInDict):
+    def __init__(self):
+        super().__init__()
+        self.kept = Number()
+        self.kept.lists = [[]]
+
+    @property
+    def losses(self):
+        return self.kept.lists[0]
+
+    @losses.setter
+    def losses(self, value):
+        vars(self)["losses"] = value
+
+
+@pytest.mark.parametrize("kind", [KeepsLossesInDict, KeepsLossesInNewKey, KeepsLossesInHelper])
+def test_lists_inside_of_other_objects_have_the_clients_of_all_ranks(kind):
+    expected = trained(KeepsLosses, rounds=2)["mean_of_losses"]
+    for ranks in (1, 2):
+        assert trained(kind, rounds=2, trainer=on_ranks(ranks))["mean_of_losses"] == expected
+
+
+class HoldsItself(Small):
+    """Copies that only Python's collection of garbage frees."""
+
+    alive: ClassVar[list] = []
+
+    def __init__(self):
+        super().__init__()
+        self.function = lambda: self
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.alive.append(self.net[0].weight)
+
+
+def test_copies_of_an_earlier_round_hold_no_client():
+    run = federated(new(HoldsItself), rounds=3)
+    sizes = [weight.numel() for weight in HoldsItself.alive]
+    HoldsItself.alive.clear()
+    assert sum(size > 0 for size in sizes) <= 2 * 2  # clients and steps of the last round
+    assert run.model.net[0].weight.numel() == 5 * 6
 
 
 class CountsSteps(Lit):
