@@ -90,7 +90,7 @@ def whole_copy(task: Any, tensors: Mapping[int, Tensor]) -> ClientCopy:
         task: What a client computes.
         tensors: Tensors of the copy by ``id`` of the module's tensor. Other tensors are copied.
     """
-    module = Template(task.module, task.shared_by_copies()).copy(tensors)
+    module = Template(task.module, task.shared_by_copies(), task.hooks_of_methods()).copy(tensors)
     module.trainer = task.module.trainer
     return ClientCopy(module, dict(module.named_parameters()), {}, ())
 
@@ -110,7 +110,7 @@ class Copies:
         self._untrained = {name: tensor for name, tensor in server.items() if name not in rows}
         self._digests = self._of_untrained()
         untrained = {id(tensor): tensor for tensor in self._untrained.values()}
-        template = Template(task.module, task.shared_by_copies())
+        template = Template(task.module, task.shared_by_copies(), task.hooks_of_methods())
         self.of_row: list[ClientCopy] = []
         for row in range(len(cohort)):
             parameters, buffers = cohort.params.row(row), cohort.buffers.row(row)
@@ -184,6 +184,11 @@ class Copies:
 
 
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
+
+
+def hooks_of_layers(module: nn.Module) -> list[Any]:
+    """Return the hooks of all layers."""
+    return [hook for layer in module.modules() for name in _HOOKS for hook in vars(layer)[name].values()]
 
 
 class _Layer:

@@ -23,7 +23,7 @@ from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.clients.changes import add_to_lists
 from fl_lightning.clients.client_trainer import ClientTrainer, refuse
 from fl_lightning.clients.configured_optimizer import ConfiguredOptimizer
-from fl_lightning.clients.copies import ClientCopy, Copies, whole_copy
+from fl_lightning.clients.copies import ClientCopy, Copies, hooks_of_layers, whole_copy
 from fl_lightning.clients.copies_optimizer import CopiesOptimizer
 from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.clients.logged_values import Logged, LoggedValues, reduction
@@ -141,6 +141,7 @@ class LightningModuleTask(ClientTask):
         self._configured: ConfiguredOptimizer | None = None
         self._copy: ClientCopy | None = None
         self._moved: list[str] = []
+        self._own_hooks: list[Any] = []
         self._tried = False
         self._part: Any = None
         self._copies: dict[Any, Copies] = {}
@@ -238,6 +239,7 @@ class LightningModuleTask(ClientTask):
         self.call("setup", stage)
         self.call("configure_model")
         self.metrics = MetricObjects(self.module)  # these hooks may have made some
+        self._own_hooks = hooks_of_layers(self.module)
 
     def teardown(self, stage: str) -> None:
         """Call ``teardown``, and undo :meth:`attach`."""
@@ -442,6 +444,11 @@ class LightningModuleTask(ClientTask):
         """Return the objects that copies of the module share with it."""
         held = vars(self.module)
         return [held.get(name) for name in ("log", "optimizers", "_hparams_initial")]
+
+    def hooks_of_methods(self) -> list[Any]:
+        """Return the hooks of layers that methods have added since ``setup``."""
+        own = {id(hook) for hook in self._own_hooks}
+        return [hook for hook in hooks_of_layers(self.module) if id(hook) not in own]
 
     def enter(self, cohort: RoundCohort, *, alone: bool) -> None:
         """Give each client a copy of the module, if clients compute one after the other."""

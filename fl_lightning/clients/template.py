@@ -54,11 +54,12 @@ class Template:
     Args:
         module: The module.
         shared: Further objects that copies share with the module.
+        of_methods: Functions that keep what they change in their closure, as the hooks of methods do.
     """
 
-    def __init__(self, module: nn.Module, shared: Iterable[Any] = ()) -> None:
+    def __init__(self, module: nn.Module, shared: Iterable[Any] = (), of_methods: Iterable[Any] = ()) -> None:
         file = io.BytesIO()
-        writer = _Writer(file, module, shared)
+        writer = _Writer(file, module, shared, of_methods)
         writer.dump(module)
         self._text, self._objects, self._numbers = file.getvalue(), writer.objects, writer.numbers
         named = (*module.parameters(), *module.buffers())
@@ -120,8 +121,11 @@ def _tensor_of_copy(tensor: Tensor, tensors: Mapping[int, Tensor]) -> Tensor:
 class _Writer(pickle.Pickler):
     """Pickler that writes a number for each tensor and each shared object."""
 
-    def __init__(self, file: io.BytesIO, module: nn.Module, shared: Iterable[Any]) -> None:
+    def __init__(
+        self, file: io.BytesIO, module: nn.Module, shared: Iterable[Any], of_methods: Iterable[Any]
+    ) -> None:
         super().__init__(file, protocol=5)
+        self._of_methods = {id(each) for each in of_methods}
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self._shared = {id(each) for each in shared}
@@ -183,7 +187,8 @@ class _Writer(pickle.Pickler):
     def _function(self, thing: Any) -> Any:
         if thing in (_of_number, _empty, _fill, _cached, _new, _set_state, _set_on_tensor):
             return NotImplemented
-        if not (self._reaches_module(thing) or _changes_closure(thing)):
+        own = id(thing) not in self._of_methods and _changes_closure(thing)
+        if not (own or self._reaches_module(thing)):
             return self._by_number(thing)
         cells = [contents(cell) for cell in thing.__closure__ or ()]
         state = cells, thing.__defaults__, thing.__kwdefaults__, vars(thing)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from fl_lightning import ConfigurationError, FederatedModule, Run, callbacks
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, Run, callbacks
 from tests.support.lightning_sites import Lit, federated, sites
 from tests.support.plain_lightning import (
     Number,
@@ -508,3 +508,30 @@ class KnowsItsMemory(Small):
 def test_all_clients_share_the_memory_of_frozen_weights():
     found = trained(KnowsItsMemory)
     assert (found["frozen"], found["trained"]) == (1, 2)  # of two clients
+
+
+class CountsPasses(FederatedCallback):
+    """Counts the passes of a layer in all local steps, by a hook with a dictionary in its closure."""
+
+    role = "observer"
+
+    def __init__(self):
+        self.passes = []
+
+    def on_round_start(self, trainer, pl_module, cohort):
+        seen = {"passes": 0}
+
+        def look(layer, inputs):
+            seen["passes"] += 1
+
+        self.seen, self.handle = seen, next(pl_module.model.net.children()).register_forward_pre_hook(look)
+
+    def on_before_aggregate(self, trainer, pl_module, cohort):
+        self.passes.append(self.seen["passes"])
+        self.handle.remove()
+
+
+def test_a_hook_of_a_method_sees_the_passes_of_all_clients():
+    method = CountsPasses()
+    trained(Small, None, method, rounds=2)
+    assert method.passes == [2 * 2, 2 * 2]  # two clients, two steps
