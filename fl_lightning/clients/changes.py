@@ -29,6 +29,7 @@ _APART |= {"_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compile
 """Attributes of a module that are no state of it, or that are compared elsewhere."""
 
 _PLAIN = (bool, int, float, str)
+_CONTAINERS = (dict, defaultdict, OrderedDict, list, tuple, set, frozenset, deque)
 _MISSING = object()
 _SLOT = types.MemberDescriptorType
 
@@ -80,6 +81,8 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
             for child, part in first._modules.items():
                 compare(f"{name}.{child}", part, second._modules.get(child, _MISSING))
             return
+        if type(first).__eq__ is not object.__eq__ and type(first) not in _CONTAINERS and _equal(first, second):
+            return  # such as a path, which keeps its text once it was asked for
         known, found = _inside(first, labels), _inside(second, labels)
         if type(first) is not type(second) or known is None or found is None:
             if not _equal(first, second):

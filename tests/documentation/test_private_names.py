@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTED = {"_asdict", "_exit", "_replace"}  # of os and of named tuples
 IMPORTED = {
     "atexit._run_exitfuncs": "experiments/studies/engines/local",
+    "functools._lru_cache_wrapper": "clients/template",
     "jsonargparse._parameter_resolvers.UnknownDefault": "recorded",
     "jsonargparse._parameter_resolvers.get_signature_parameters": "recorded",
     "lightning.pytorch.core.optimizer._configure_optimizers": "clients/configured_optimizer",
@@ -36,6 +37,7 @@ IMPORTED = {
     "torch.nn.modules.dropout._DropoutNd": "models/dropout",
     "torch.nn.modules.instancenorm._InstanceNorm": "experiments/run_directory/describe",
     "torch.nn.utils.parametrizations._SpectralNorm": "round/server_update",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "clients/template",
     "torch.utils._python_dispatch.TorchDispatchMode": "execution/compiling",
     "torch.utils._pytree.MappingKey": "verification/memory",
     "torch.utils._pytree.keystr": "ranks verification/comparison verification/memory",
@@ -50,13 +52,14 @@ IMPORTED = {
 OF_OBJECTS = {
     "torch.nn.Module": {
         "_backward_hooks": "round/first_steps verification/rules",
-        "_buffers": "cohort/slots",
+        "_buffers": "clients/changes clients/lightning_module cohort/slots",
         "_call_impl": "execution/sequential",
         "_compiled_call_impl": "execution/compiling",
         "_forward_hooks": "execution/choice verification/rules",
         "_forward_pre_hooks": "execution/choice round/server_update verification/rules",
-        "_non_persistent_buffers_set": "batch_norm/kinds",
-        "_parameters": "cohort/slots",
+        "_modules": "clients/changes",
+        "_non_persistent_buffers_set": "batch_norm/kinds clients/changes",
+        "_parameters": "clients/lightning_module cohort/slots",
     },
     "torch.nn.BatchNorm2d": {
         "_check_input_dim": "callbacks/fedtan",
