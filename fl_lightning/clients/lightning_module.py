@@ -28,7 +28,7 @@ from fl_lightning.clients.copies_optimizer import CopiesOptimizer
 from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.clients.logged_values import Logged, LoggedValues, reduction
 from fl_lightning.clients.metric_states import MetricObjects, MetricStates
-from fl_lightning.clients.module_evaluation import ModuleEvaluation, ModuleTask
+from fl_lightning.clients.module_evaluation import ModuleEvaluation, _ModuleTask
 from fl_lightning.clients.task import ClientSettings, ClientTask
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
@@ -157,7 +157,7 @@ class LightningModuleTask(ClientTask):
                 f"{setting}: {type(self.module).__name__} has a training_step and a configure_optimizers of its own, which "
                 "decide this; leave the setting out"
             )
-        self.optimizer, self.task, self.loss = self.make_optimizer, ModuleTask(), self.module.training_step
+        self.optimizer, self.task, self.loss = self.make_optimizer, _ModuleTask(), self.module.training_step
 
     def overrides(self, hook: str) -> bool:
         """Return whether the module overrides a hook of Lightning."""

@@ -22,7 +22,7 @@ LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr
 SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
 
 
-class ModuleTask(Task):
+class _ModuleTask(Task):
     """Task of a LightningModule that computes its own loss and metrics.
 
     Attributes:

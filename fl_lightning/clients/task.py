@@ -63,9 +63,7 @@ class ClientTask:
         logged_names: Names of the metrics that evaluations of such a model have logged.
     """
 
-    run: Any
-    task: Task
-    loss: Callable[..., Tensor]
+    run: Any = None
     optimizer: OptimizerCallable
     parameter_groups: GroupSettings
     slots: StateSlots
@@ -80,6 +78,8 @@ class ClientTask:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameter_groups = {}
+        self._task: Any = None
+        self._loss: Any = None
         self.logged_names: set[str] = set()
 
     def take_settings(self, given: ClientSettings) -> None:
@@ -101,6 +101,24 @@ class ClientTask:
         own metrics in ``validation_step``, which every rank calls for every batch.
         """
         raise NotImplementedError
+
+    @property
+    def task(self) -> Task:  # noqa: D102  # described above
+        task: Task = getattr(self.run, "task", self._task)  # methods may replace that of the run
+        return task
+
+    @task.setter
+    def task(self, task: Task) -> None:
+        self._task = task
+
+    @property
+    def loss(self) -> Callable[..., Tensor]:  # noqa: D102  # described above
+        loss: Callable[..., Tensor] = getattr(self.run, "loss", self._loss)
+        return loss
+
+    @loss.setter
+    def loss(self, loss: Callable[..., Tensor]) -> None:
+        self._loss = loss
 
     @property
     def group_of(self) -> Mapping[str, str] | None:  # noqa: D102  # described above
