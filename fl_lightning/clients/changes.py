@@ -81,7 +81,8 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
             for child, part in first._modules.items():
                 compare(f"{name}.{child}", part, second._modules.get(child, _MISSING))
             return
-        if type(first).__eq__ is not object.__eq__ and type(first) not in _CONTAINERS and _equal(first, second):
+        compares = any("__eq__" in vars(kind) for kind in type(first).__mro__[:-1])
+        if compares and type(first) not in _CONTAINERS and _equal(first, second):
             return  # such as a path, which keeps its text once it was asked for
         known, found = _inside(first, labels), _inside(second, labels)
         if type(first) is not type(second) or known is None or found is None:
