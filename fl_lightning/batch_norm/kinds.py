@@ -36,7 +36,7 @@ def parameter_kinds(model: nn.Module, untrained: bool = False) -> dict[str, str]
 
 def moved_by_steps(parameter: Tensor, moved: bool = True) -> None:
     """Say whether clients' steps move a parameter without gradient, as a moving average of the weights."""
-    parameter.is_moved_by_steps = moved  # type: ignore[attr-defined]
+    parameter.is_moved_by_steps = moved  # type: ignore[attr-defined]  # a mark of our own on a tensor
 
 
 def model_buffers(model: nn.Module) -> dict[str, Tensor]:

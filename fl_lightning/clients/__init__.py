@@ -1,5 +1,7 @@
 """The programs of clients: a network with a loss, or a LightningModule of the user."""
 
+from copy import copy
+
 from torch import nn
 
 from fl_lightning.clients.evaluation import ServerEvaluation
@@ -23,5 +25,7 @@ __all__ = [
 def task_of(model: nn.Module | ClientTask) -> ClientTask:
     """Return what clients compute with a model."""
     if isinstance(model, ClientTask):
-        return model
+        task = copy(model)  # one object may be given to several runs
+        task.run = None
+        return task
     return LightningModuleTask(model) if trains_itself(model) else NetworkTask(model)

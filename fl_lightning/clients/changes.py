@@ -6,8 +6,9 @@ import types
 import weakref
 from ast import literal_eval
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Mapping
-from functools import cached_property
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from fl_lightning.errors import ConfigurationError
 
 _APART_TYPES = (Tensor, Metric, MetricCollection, LRScheduler)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
-_APART = {"_parameters", "_buffers", "_modules", "_trainer", "_compiled_call_impl", *_HOOKS}
+HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
+"""Attributes of a layer that hold its hooks."""
+
+_APART = {"_parameters", "_buffers", "_modules", "_trainer", "_compiled_call_impl", *HOOKS}
 _APART |= {"_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"}
 """Attributes of a module that are no state of it, or that are compared elsewhere."""
 
@@ -50,7 +53,7 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
     """
     added: dict[str, list[Any]] = {}
     seen: set[tuple[int, int]] = set()
-    labels = _labels(server) | _labels(copy)
+    labels = cache(lambda: _labels(server) | _labels(copy))
 
     def compare(name: str, first: Any, second: Any) -> None:
         if first is second or (id(first), id(second)) in seen or isinstance(second, _APART_TYPES):
@@ -114,7 +117,7 @@ def _of_name(module: nn.Module, name: str) -> Any:
         if isinstance(thing, nn.Module):
             inside = {f".{key}": value for key, value in (vars(thing) | thing._modules).items()}
         else:
-            inside = _inside(thing, {}) or {}
+            inside = _inside(thing, dict) or {}
         key = max((key for key in inside if name.startswith(key)), key=len, default=None)
         if key is None:  # a new list of a defaultdict
             return thing[literal_eval(name[1:-1])]
@@ -133,8 +136,13 @@ def _labels(module: nn.Module) -> dict[int, str]:
     return {id(part): f"{kind.__name__[6:]} {name}" for kind in named for name, part in kind()}
 
 
-def _inside(thing: Any, labels: Mapping[int, str]) -> dict[str, Any] | None:
-    """Return what a part of a module consists of, by the ends of names; None for a single value."""
+def _inside(thing: Any, labels: Callable[[], Mapping[int, str]]) -> dict[str, Any] | None:
+    """Return what a part of a module consists of, by the ends of names; None for a single value.
+
+    Args:
+        thing: The part.
+        labels: Function that returns the names of layers and tensors by ``id``, for keys.
+    """
     if isinstance(thing, Optimizer):
         groups = enumerate(thing.param_groups)
         return {
@@ -158,9 +166,11 @@ def _inside(thing: Any, labels: Mapping[int, str]) -> dict[str, Any] | None:
     return {f".{key}": value for key, value in (held | getattr(thing, "__dict__", {})).items()}
 
 
-def _key(key: Any, labels: Mapping[int, str]) -> str:
+def _key(key: Any, labels: Callable[[], Mapping[int, str]]) -> str:
+    if isinstance(key, str | int):
+        return repr(key)
     part = key() if isinstance(key, weakref.ref) else key
-    return labels.get(id(part)) or repr(part)
+    return labels().get(id(part)) or repr(part)
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -169,15 +179,13 @@ def _equal(first: Any, second: Any) -> bool:
         return True
     if isinstance(first, torch.Generator) and isinstance(second, torch.Generator):
         return torch.equal(first.get_state(), second.get_state())
-    try:
+    with suppress(Exception):  # of the objects' own code, or of arrays of other sizes
         if (first == second) is True:
             return True
-    except Exception:  # noqa: BLE001, S110  # the objects' own code, or arrays of other sizes
-        pass
     try:
         return pickle.dumps(first) == pickle.dumps(second)
-    except Exception:  # noqa: BLE001  # the objects' own code
-        return type(first) is type(second)
+    except Exception:  # noqa: BLE001  # the objects' own code; copies have only what can be pickled
+        return False
 
 
 def _is_cache(value: Any) -> bool:

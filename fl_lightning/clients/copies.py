@@ -1,6 +1,5 @@
 """The copies of a LightningModule that are the clients of a round."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import nan
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.clients.changes import additions
+from fl_lightning.clients.changes import HOOKS, additions
 from fl_lightning.clients.configured_optimizer import configured
 from fl_lightning.clients.metric_states import MetricObjects
 from fl_lightning.clients.template import Template
@@ -105,6 +104,7 @@ class Copies:
 
     def __init__(self, task: Any, cohort: RoundCohort) -> None:
         self._module, self.clients = task.module, cohort.client_ids
+        self._rows = cohort.params  # held, as its identity stands for these copies
         server = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
         rows = {*cohort.params, *cohort.buffers}
         self._untrained = {name: tensor for name, tensor in server.items() if name not in rows}
@@ -121,8 +121,8 @@ class Copies:
             copy = template.copy(untrained | {id(server[name]): x for name, x in tensors.items()})
             copy.trainer = task.module.trainer
             self.of_row.append(ClientCopy(copy, tensors, {**parameters, **buffers}, cohort.trained_names))
-        self._hidden = [server[name] for name in rows if server[name].is_floating_point()]
-        self._values = [tensor.data for tensor in self._hidden]
+        hidden = [server[name] for name in rows if server[name].is_floating_point()]
+        self._hidden = [(x, x.data, x.new_full((), nan).expand(x.shape)) for x in hidden]
         self._trained = {name: server[name] for name in cohort.trained_names}
         self._layers = _layers(task.module)
 
@@ -158,14 +158,12 @@ class Copies:
         A copy must not read them. By NaN, what still reads them does not go unseen.
         """
         gradients = {name: tensor.grad for name, tensor in self._trained.items()}
-        for tensor in self._hidden:
-            tensor.grad = None
-            tensor.data = tensor.new_full((), nan).expand(tensor.shape)
+        for tensor, _, hidden in self._hidden:
+            tensor.grad, tensor.data = None, hidden
         try:
             yield
         finally:
-            for tensor, value in zip(self._hidden, self._values, strict=True):
-                tensor.data = value
+            self._show()
         read = [name for name, tensor in self._trained.items() if tensor.grad is not None]
         for name, gradient in gradients.items():
             self._trained[name].grad = gradient
@@ -174,21 +172,32 @@ class Copies:
                 f"model: the loss of a client's step depends on {read[0]!r} of the server's model and not of the client's; reach it from self"
             )
 
+    def _show(self) -> None:
+        for tensor, value, _ in self._hidden:
+            tensor.data = value
+
+    @contextmanager
+    def showing_server(self) -> Iterator[None]:
+        """Let the server's tensors have their values within the ``with`` block, inside of :meth:`hiding_server`."""
+        self._show()
+        try:
+            yield
+        finally:
+            for tensor, _, hidden in self._hidden:
+                tensor.data = hidden
+
     def follow(self) -> None:
         """Make the changes to the copies that methods have made to the server's layers since."""
         before, self._layers = self._layers, _layers(self._module)
         for name, now in self._layers.items():
-            if now != before[name]:
+            if not now.is_as(before[name]):
                 for copy in self.of_row:
                     _follow(copy.module.get_submodule(name), before[name], now)
 
 
-_HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
-
-
 def hooks_of_layers(module: nn.Module) -> list[Any]:
     """Return the hooks of all layers."""
-    return [hook for layer in module.modules() for name in _HOOKS for hook in vars(layer)[name].values()]
+    return [hook for layer in module.modules() for name in HOOKS for hook in vars(layer)[name].values()]
 
 
 class _Layer:
@@ -196,15 +205,13 @@ class _Layer:
 
     def __init__(self, layer: nn.Module) -> None:
         self.kind, self.attributes = type(layer), dict(vars(layer))
-        self.hooks = {name: dict(self.attributes[name]) for name in _HOOKS}
+        self.hooks = {name: dict(self.attributes[name]) for name in HOOKS}
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Layer) or self.kind is not other.kind or self.hooks != other.hooks:
-            return False
+    def is_as(self, other: "_Layer") -> bool:
+        """Return whether nothing has changed; equal values do not suffice."""
         one, two = self.attributes, other.attributes
-        return one.keys() == two.keys() and all(one[key] is two[key] for key in one)
-
-    __hash__ = None  # type: ignore[assignment]  # compared only
+        same = self.kind is other.kind and self.hooks == other.hooks and one.keys() == two.keys()
+        return same and all(one[key] is two[key] for key in one)
 
 
 def _layers(module: nn.Module) -> dict[str, _Layer]:

@@ -102,8 +102,12 @@ class CopiesOptimizer:
         copy.take_up()
 
     def states(self, *, create: bool = True) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizers' state as writable tensors ``[C, columns]``, by key and block."""
-        if self._states:
+        """Return the optimizers' state as writable tensors ``[C, columns]``, by key and block.
+
+        Args:
+            create: Whether to create the tensors if no method has asked for them in this round.
+        """
+        if self._states or not create:
             return self._states
         keys, self._counts = self._keys()
         for block in self._cohort.trained_blocks:

@@ -7,15 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
 from fl_lightning.batch_norm.kinds import moved_by_steps
 from fl_lightning.batch_norm.layers import batch_norm_layers
@@ -26,16 +22,17 @@ from fl_lightning.clients.configured_optimizer import ConfiguredOptimizer
 from fl_lightning.clients.copies import ClientCopy, Copies, hooks_of_layers, whole_copy
 from fl_lightning.clients.copies_optimizer import CopiesOptimizer
 from fl_lightning.clients.evaluation import ServerEvaluation
-from fl_lightning.clients.logged_values import Logged, LoggedValues, reduction
+from fl_lightning.clients.log_collector import LogCollector
+from fl_lightning.clients.logged_values import LoggedValues
 from fl_lightning.clients.metric_states import MetricObjects, MetricStates
 from fl_lightning.clients.module_evaluation import ModuleEvaluation, _ModuleTask
 from fl_lightning.clients.task import ClientSettings, ClientTask
+from fl_lightning.clients.trial import moved_in_trial
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
-from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.optimizers.checks import check_elementwise
-from fl_lightning.randomness import derive_seed, isolated, seed_global, seeded
+from fl_lightning.randomness import derive_seed, isolated, seeded
 
 _NEVER_CALLED = (
     "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
@@ -50,8 +47,6 @@ _PASSED_ON = (
     "on_predict_batch_end", "on_predict_epoch_end", "on_predict_end",
 )  # fmt: skip
 """Hooks that Lightning calls on its own module, and at the right places for a client's module."""
-
-_LOG = inspect.signature(L.LightningModule.log)
 
 
 class Told(NamedTuple):
@@ -132,12 +127,10 @@ class LightningModuleTask(ClientTask):
         self.metrics = MetricObjects(module)
         self.local_step, self.steps_taken, self.local_steps, self.rounds = 0, 0, 1, 1
         self.by_client: dict[int, LoggedValues] = {}
-        self._round = self._sink = self._step = LoggedValues()
-        self._batch: Any = None
-        self._loaders: int | None = None
+        self.logs = LogCollector(self)
+        self._round = LoggedValues()
         self._pooled: MetricStates = {}
         self._ended: dict[int, tuple[Any, Any]] = {}
-        self._number = ""  # name of a logged value that is no tensor
         self._configured: ConfiguredOptimizer | None = None
         self._copy: ClientCopy | None = None
         self._moved: list[str] = []
@@ -201,7 +194,7 @@ class LightningModuleTask(ClientTask):
     def attach(self, rounds: int) -> None:
         """Give the module its trainer, and collect what it logs."""
         run, self.rounds = self.run, rounds
-        self._configured, self._told = None, set[str]()
+        self._configured, self.logs.told = None, set()
         self._round.clear()
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
@@ -220,7 +213,7 @@ class LightningModuleTask(ClientTask):
             )
         self.module.trainer = ClientTrainer(run, self)  # acts as a trainer
         # plain functions, because a copy of a module copies bound methods with their objects
-        vars(self.module)["log"] = lambda *given, **named: self.log(*given, **named)
+        vars(self.module)["log"] = lambda *given, **named: self.logs.log(*given, **named)
         vars(self.module)["optimizers"] = lambda *_, **__: self.optimizer_in_use
 
     def setup(self, stage: str, rounds: int) -> None:
@@ -333,34 +326,12 @@ class LightningModuleTask(ClientTask):
         frozen = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
         if tried or not frozen:
             return
-        run, plan = self.run, self.run.plan.usual()
-        clients, steps = plan.trained(run.round)
-        copy = whole_copy(self, {})
-        with isolated(), self.acting(copy):
-            optimizer = copy.configure()
-            for step in range(steps[0]):
-                (batch,) = run.planned_batches(plan, clients[:1], step).batches()
-                key = dropout_keys(self.seed, run.round, clients[:1], step)[0]
-                for layer in copy.module.modules():
-                    if isinstance(layer, Dropout):
-                        layer.key.copy_(key)
-                seed_global(derive_seed(self.seed, "model", run.round, clients[0], step), self.device)
-                with doing("the trial of the first client's steps"):
-                    objective = self.losses(copied(batch))[1]
-                    copy.clear_gradients()
-                    objective.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-                    optimizer.step()
-                    if self.overrides("on_train_batch_end"):
-                        self.steps_taken = step + 1
-                        with self.collecting(LoggedValues(), batch):
-                            copy.module.on_train_batch_end(*self._outputs, step)
-        after = dict(copy.module.named_parameters())
-        self._moved = [name for name, parameter in frozen.items() if not torch.equal(parameter, after[name])]
+        self._moved = moved_in_trial(self)
         for name in self._moved:
             moved_by_steps(frozen[name])
         if self._moved:
             others = f" and {len(self._moved) - 1} more" if len(self._moved) > 1 else ""
-            run.print(
+            self.run.print(
                 f"{self._moved[0]}{others}  averaged, as steps move these parameters without a gradient"
             )
 
@@ -372,8 +343,8 @@ class LightningModuleTask(ClientTask):
         """Return the loss that ``training_step`` returns for a batch."""
         if self._copy is None:  # the metric objects of a copy collect the round
             self.metrics.reset()
-        self._number = ""
-        with self.collecting(LoggedValues(), batch) as self._step:
+        self.logs.number = ""
+        with self.logs.collecting(LoggedValues(), batch) as self.logs.step:
             if self.overrides("on_train_batch_start") and (
                 self.module.on_train_batch_start(batch, self.local_step) == -1
             ):
@@ -418,19 +389,19 @@ class LightningModuleTask(ClientTask):
                 f"model: training_step of {type(self.module).__name__} updates the metric object {name!r}, which cannot be done for several "
                 "clients at once; use SequentialExecutor and no joint forward pass (FedTAN), or update it in validation_step only"
             )
-        return self._step.totals()
+        return self.logs.step.totals()
 
     def keeper(self) -> Callable[[Sequence[int], Mapping[str, Tensor]], None]:
         """Return a function that keeps the values of :meth:`logged`, each ``[len(clients)]``."""
-        return partial(self._keep, self._step)
+        return partial(self._keep, self.logs.step)
 
     def cannot_replay(self) -> str | None:
         """Return why the last :meth:`client_loss` needs its Python code in every step; None if it does not."""
         name = type(self.module).__name__
         if self.metrics.updated:
             return f"training_step of {name} updates the metric object {self.metrics.updated!r}"
-        if self._number:
-            return f"training_step of {name} logs {self._number!r}, which is no tensor"
+        if self.logs.number:
+            return f"training_step of {name} logs {self.logs.number!r}, which is no tensor"
         return None
 
     def _keep(self, step: LoggedValues, clients: Sequence[int], logged: Mapping[str, Tensor]) -> None:
@@ -468,6 +439,8 @@ class LightningModuleTask(ClientTask):
         copy = self.copies_of(cohort).of_row[row]
         with self.acting(copy):
             loss, objective = self.losses(batch)
+            if not loss.isfinite():
+                self._refuse_server_in_loss(cohort, batch)
             copy.metrics.refuse_running()
             logged = {name: value[None] for name, value in self.logged().items()}
             copy.clear_gradients()
@@ -476,6 +449,25 @@ class LightningModuleTask(ClientTask):
         cohort.put_gradients(row, [parameter.grad for parameter in copy.trained.values()])
         copy.clear_gradients()
         return loss.detach(), logged
+
+    def _refuse_server_in_loss(self, cohort: RoundCohort, batch: Any) -> None:
+        """Refuse a loss that is NaN only as the server's tensors hold NaN."""
+        with (
+            self.copies_of(cohort).showing_server(),
+            isolated(),
+            self.acting(whole_copy(self, {})),
+        ):
+            loss = self.losses(copied(batch))[0]
+            server = {name: x for name, x in self.model.named_parameters() if x.requires_grad}
+            found = torch.autograd.grad(loss, [*server.values()], allow_unused=True)
+        if loss.isfinite():
+            read = next(
+                (repr(name) for name, x in zip(server, found, strict=True) if x is not None), "a tensor"
+            )
+            raise ConfigurationError(
+                f"model: the loss of {type(self.module).__name__} reads {read} of the server's model and not of the client's, such as by a "
+                "global variable; reach it from self"
+            )
 
     def copies_of(self, cohort: RoundCohort) -> Copies:
         """Return the copies of a cohort's clients, which are made when they are first used."""
@@ -504,6 +496,12 @@ class LightningModuleTask(ClientTask):
         for block, settings in cohort.optimizer_groups.items() if scheduled else ():
             settings.update(scheduled[cohort.params.layout[block].group])
 
+    def end_step_alone(self, step: int) -> None:
+        """Call ``on_train_batch_end`` after the last step of the client that acts."""
+        self.steps_taken = step + 1
+        if self.overrides("on_train_batch_end"):
+            self.module.on_train_batch_end(*self._outputs, step)
+
     def end_steps(self, cohort: RoundCohort) -> None:
         """Call ``on_train_batch_end`` after each client's local step."""
         ended, self._ended = self._ended, {}
@@ -511,7 +509,7 @@ class LightningModuleTask(ClientTask):
         with self.alone(cohort) if ended else nullcontext():
             for client, (outputs, batch) in ended.items():
                 copy = self.copies_of(cohort).of_row[cohort.client_ids.index(client)]
-                with self.acting(copy), self.collecting(self.by_client[client], batch):
+                with self.acting(copy), self.logs.collecting(self.by_client[client], batch):
                     copy.module.on_train_batch_end(outputs, batch, self.local_step)
                 copy.take_up()
 
@@ -556,8 +554,8 @@ class LightningModuleTask(ClientTask):
         self.metrics.put({**kept.get("train", {}), **self._pooled})
         self.call("on_train_epoch_end")
         values = self._round.numbers(self.metrics.metrics)
-        if both := sorted(values.keys() & (self.logged_names - self._told)):
-            self._told.update(both)
+        if both := sorted(values.keys() & (self.logged_names - self.logs.told)):
+            self.logs.told.update(both)
             self.run.print(
                 f"self.log({both[0]!r}): logged in training and in evaluations, so the metrics of a round have the value of training"
             )
@@ -631,14 +629,14 @@ class LightningModuleTask(ClientTask):
             loader: Number of the loader; None if there is only one loader.
             values: The values to which the logged values are added.
         """
-        self._loaders = loader
-        with self.collecting(values, batch):
+        self.logs.loader = loader
+        with self.logs.collecting(values, batch):
             place = (batch_idx, loader or 0)
             self.call(f"on_{kind}_batch_start", batch, *place)
             numbers = place if loader is not None else place[:1]
             outputs = self.call_step(f"{kind}_step", batch, *numbers)
             self.call(f"on_{kind}_batch_end", outputs, batch, *place)
-        self._loaders = None
+        self.logs.loader = None
         return outputs
 
     def call_step(self, step: str, batch: Any, *numbers: int) -> Any:
@@ -646,68 +644,6 @@ class LightningModuleTask(ClientTask):
         function = getattr(self.module, step)
         inner = getattr(function, "__func__", None)
         return function(batch, *numbers[: _accepted(inner or function, 2 if inner else 1)])
-
-    @contextmanager
-    def collecting(self, values: LoggedValues, batch: Any = None) -> Iterator[LoggedValues]:
-        """Add what the module logs within the ``with`` block to ``values``."""
-        before = self._sink, self._batch
-        self._sink, self._batch = values, batch
-        try:
-            yield values
-        finally:
-            self._sink, self._batch = before
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Collect a value. The arguments are those of ``LightningModule.log``."""
-        given = _LOG.bind(self, name, value, *args, **kwargs).arguments
-        if name == "round":
-            raise ConfigurationError(
-                "self.log('round'): each row has the number of its round under this name; use another"
-            )
-        if self._loaders is not None and given.get("add_dataloader_idx", True):
-            name = f"{name}/dataloader_idx_{self._loaders}"
-        if given.get("on_step") and self._sink is self._step and "on_step" not in self._told:
-            self._told.add("on_step")
-            self.run.print(
-                "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
-            )
-        prog_bar, forked = given.get("prog_bar", False), bool(given.get("on_step") and given.get("on_epoch"))
-        if isinstance(value, Metric):
-            metric = next((path for path, known in self.metrics.metrics.items() if known is value), None)
-            if metric is None:
-                raise ConfigurationError(
-                    f"self.log({name!r}): the metric {type(value).__name__} is no attribute of the module; make it one in __init__"
-                )
-            self._sink.add(name, Logged(metric=metric, prog_bar=prog_bar, forked=forked))
-            return
-        if not isinstance(value, Tensor):
-            try:
-                self._number, value = name, torch.tensor(float(value), device=self.module.device)
-            except TypeError:
-                raise ConfigurationError(
-                    f"self.log({name!r}): a {type(value).__name__}; log a number, a tensor with one element or a metric"
-                ) from None
-        if value.numel() != 1:
-            raise ConfigurationError(f"self.log({name!r}): a tensor {[*value.shape]}; log a single number")
-        value = value.detach().reshape(())
-        if value.dtype not in (torch.float32, torch.float64):
-            value = value.to(torch.get_default_dtype())
-        reduce, weight = reduction(name, given.get("reduce_fx", "mean")), 1.0
-        if reduce == "mean":
-            size = given.get("batch_size")  # may be 0, if no sample of the batch counts
-            weight = float(self._batch_size(name) if size is None else size)
-            value = value * weight
-        self._sink.add(name, Logged(value, weight, reduce, prog_bar, forked))
-
-    def _batch_size(self, name: str) -> int:
-        if self._batch is None:
-            return 1
-        try:
-            return extract_batch_size(self._batch)
-        except MisconfigurationException:
-            raise ConfigurationError(
-                f"self.log({name!r}): the batch has no tensor that tells its size; give batch_size"
-            ) from None
 
 
 @cache

@@ -125,7 +125,7 @@ class ModuleEvaluation(ServerEvaluation):
             self._values, self._held = LoggedValues(), self._client.metrics.take()
             self._of_client = loader if by_client else None
             self._client.metrics.put(self.kept.get(self._of_client, {}))
-            with self._seeded("start"), self._client.collecting(self._values):
+            with self._seeded("start"), self._client.logs.collecting(self._values):
                 self._client.call(f"on_{self._kind}_start")
                 self._client.call(f"on_{self._kind}_epoch_start")
         seed_everything(derive_seed(self._run.seed, "evaluation", self._run.trainer.global_step, batch_idx))
@@ -164,7 +164,7 @@ class ModuleEvaluation(ServerEvaluation):
         metrics = self._client.metrics.metrics
         if self is self._run.evaluation:  # the metrics of variants have other names
             self._run.show_to_callbacks(self._values.numbers(metrics))
-        with self._seeded("end"), self._client.collecting(self._values):
+        with self._seeded("end"), self._client.logs.collecting(self._values):
             self._client.call(f"on_{self._kind}_epoch_end")
         self._parts.append(self._values.numbers(metrics))
         self._defined |= {name for name, x in self._values.items() if x.metric is None and x.weight > 0}

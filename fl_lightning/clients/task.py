@@ -44,14 +44,9 @@ class ClientTask:
 
     Attributes:
         run: The federated module.
-        task: Loss and metrics of outputs and targets.
-        loss: Loss of a client, whose name and code the choice of the executor reads.
         optimizer: Function that makes the client optimizer from parameters.
         parameter_groups: Settings of the client optimizer by parameter group.
-        group_of: Parameter group of each parameter; None for the groups of
-            :func:`~fl_lightning.cohort.rows.parameter_groups`.
         slots: Object that replaces the model's tensors by a client's tensors, during a fit.
-        written_by_steps: Objects whose attributes a local step must not write in a CUDA graph.
         logs_itself: Whether the model logs metrics by names of its own. Its evaluations need all
             batches of a loader, in their order.
         uses_copies: Whether a client that computes alone has a copy of the model.
@@ -103,8 +98,9 @@ class ClientTask:
         raise NotImplementedError
 
     @property
-    def task(self) -> Task:  # noqa: D102  # described above
-        task: Task = getattr(self.run, "task", self._task)  # methods may replace that of the run
+    def task(self) -> Task:
+        """Loss and metrics of outputs and targets. A method may replace the run's."""
+        task: Task = getattr(self.run, "task", self._task)
         return task
 
     @task.setter
@@ -112,7 +108,8 @@ class ClientTask:
         self._task = task
 
     @property
-    def loss(self) -> Callable[..., Tensor]:  # noqa: D102  # described above
+    def loss(self) -> Callable[..., Tensor]:
+        """Loss of a client. A method may replace the run's."""
         loss: Callable[..., Tensor] = getattr(self.run, "loss", self._loss)
         return loss
 
@@ -121,11 +118,13 @@ class ClientTask:
         self._loss = loss
 
     @property
-    def group_of(self) -> Mapping[str, str] | None:  # noqa: D102  # described above
+    def group_of(self) -> Mapping[str, str] | None:
+        """Parameter group of each parameter; None for ``fl_lightning.cohort.rows.parameter_groups``."""
         return None
 
     @property
-    def written_by_steps(self) -> list[Any]:  # noqa: D102  # described above
+    def written_by_steps(self) -> list[Any]:
+        """Objects whose attributes a local step must not write in a CUDA graph."""
         return [] if self.logs_itself else [self]
 
     @property

@@ -173,7 +173,8 @@ class FederatedModule(Recorded, RunContext):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        given, model = model, getattr(model, "model", model) if isinstance(model, ClientTask) else model
+        client = task_of(model)
+        model = client.model
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
         if isinstance(model, torch.jit.ScriptModule):
@@ -181,7 +182,6 @@ class FederatedModule(Recorded, RunContext):
                 f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
             )
         check_layers(model)
-        client = task_of(given)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")

@@ -11,7 +11,7 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from tests.support.lightning_sites import FEATURES, Lit, Site, federated, sites
+from tests.support.lightning_sites import FEATURES, KeepsLosses, Lit, Site, federated, sites
 
 REFUSED = (
     "backward",
@@ -387,23 +387,6 @@ def test_after_a_run_the_module_is_lightnings_again():
     federated(module, rounds=1)
     assert "log" not in vars(module)
     assert module._trainer is None
-
-
-class KeepsLosses(Lit):
-    """The pattern of Lightning 2 for values of a whole epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("mean_of_losses", torch.stack(self.losses).mean())
-        self.losses.clear()
 
 
 @pytest.mark.first_steps

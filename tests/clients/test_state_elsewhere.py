@@ -13,16 +13,27 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from fl_lightning import ConfigurationError, FederatedCallback, FederatedModule, Run, callbacks
-from tests.support.lightning_sites import Lit, federated, sites
+from fl_lightning import (
+    ConfigurationError,
+    FederatedCallback,
+    FederatedDataModule,
+    FederatedModule,
+    Run,
+    callbacks,
+)
+from fl_lightning.testing import ClientStates
+from tests.support.lightning_sites import KeepsLosses, Lit, Site, federated, sites
 from tests.support.plain_lightning import (
     Number,
     Small,
     check_equals_lightning,
+    check_tensors,
     equal_or_refused,
+    lightning_client,
     new,
     on_ranks,
     squares,
+    tensors,
     trained,
 )
 
@@ -369,24 +380,6 @@ def test_what_copies_cannot_have_of_their_own_is_refused_by_name(kind, name):
         federated(new(kind), rounds=1)
 
 
-class KeepsLosses(Small):
-    """The pattern of Lightning 2 for values of a whole epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("mean_of_losses", torch.stack(self.losses).mean())
-        self.log("last_loss", self.losses[-1])
-        self.losses.clear()
-
-
 def test_a_list_that_steps_append_to_has_the_clients_of_all_ranks():
     one, two = (trained(KeepsLosses, rounds=2, trainer=on_ranks(ranks)) for ranks in (1, 2))
     assert one["mean_of_losses"] == two["mean_of_losses"]
@@ -535,3 +528,51 @@ def test_a_hook_of_a_method_sees_the_passes_of_all_clients():
     method = CountsPasses()
     trained(Small, None, method, rounds=2)
     assert method.passes == [2 * 2, 2 * 2]  # two clients, two steps
+
+
+HELD = {}
+
+
+class ReadsServer(Small):
+    """Scales its loss by weights of the server's module, which a global variable holds."""
+
+    def __init__(self):
+        super().__init__()
+        HELD["net"] = self.net
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            scale = HELD["net"][0].weight.square().mean()
+        return scale * super().training_step(batch, batch_idx)
+
+
+def test_a_loss_that_reads_the_server_without_a_gradient_is_refused():
+    with pytest.raises(
+        ConfigurationError, match="reads a tensor of the server's model and not of the client's"
+    ):
+        federated(new(ReadsServer), rounds=1)
+
+
+class LateLayer(Small):
+    """A scale is trained from the second step on; dampening makes the first step of an optimizer another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.scale * self.net(batch[0])).square().mean() if batch_idx else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+
+def test_a_client_that_ends_early_does_not_start_the_optimizers_of_others():
+    long, short = Site(1, train=24), Site(2, train=8)
+    seen = ClientStates()
+    data = FederatedDataModule({"long": long, "short": short}, server=Site(99))
+    federated(new(LateLayer), seen, data=data, rounds=1, local_epochs=1, trainer={"precision": "32-true"})
+    for client, site in enumerate((long, short)):
+        expected = tensors(lightning_client(new(LateLayer), site).lightning_module)
+        check_tensors(seen.end[1][client], expected, 0.0, f"client {client}")

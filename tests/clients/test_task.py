@@ -78,6 +78,15 @@ def test_a_network_of_its_own_loss_keeps_the_settings_of_a_network():
     assert distance(module.state_dict(), usual.state_dict()) < 1e-12
 
 
+def test_one_task_may_serve_several_runs():
+    task = NetworkTask(small_cnn())
+    losses = [torch.nn.CrossEntropyLoss(ignore_index=index) for index in (0, 1)]
+    runs = [FederatedModule(task, SGD, local_steps=1, loss=loss) for loss in losses]
+    assert [run.client.loss for run in runs] == losses
+    assert [run.client.task.ignored for run in runs] == [0, 1]
+    assert [run.client.run for run in runs] == runs
+
+
 def test_no_other_package_asks_for_the_kind_of_client():
     files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "clients"]
     files += [path for name in ("callbacks", "datamodules") for path in (PACKAGE.parent / name).rglob("*.py")]
