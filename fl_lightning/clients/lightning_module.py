@@ -128,7 +128,6 @@ class LightningModuleTask(ClientTask):
         self.local_step, self.steps_taken, self.local_steps, self.rounds = 0, 0, 1, 1
         self.by_client: dict[int, LoggedValues] = {}
         self.logs = LogCollector(self)
-        self._round = LoggedValues()
         self._pooled: MetricStates = {}
         self._ended: dict[int, tuple[Any, Any]] = {}
         self._configured: ConfiguredOptimizer | None = None
@@ -194,8 +193,7 @@ class LightningModuleTask(ClientTask):
     def attach(self, rounds: int) -> None:
         """Give the module its trainer, and collect what it logs."""
         run, self.rounds = self.run, rounds
-        self._configured, self.logs.told = None, set()
-        self._round.clear()
+        self._configured, self.logs = None, LogCollector(self)
         self._plain = {name: value for name, value in self.module.hparams.items() if _is_plain(value)}
         others = [name for name in self.module.hparams if name not in self._plain]
         if others and run.trainer.state.fn == "fit":
@@ -540,11 +538,11 @@ class LightningModuleTask(ClientTask):
         parts = [logged[client] for client in clients if client in logged]
         self.local_step = self.steps_taken = self.local_steps
         for part in parts:
-            self._round.add_all(part.values)
+            self.logs.round.add_all(part.values)
             add_to_lists(self.module, part.added)
         self._pooled = self.metrics.merged([part.metrics for part in parts])
         self.metrics.put(self._pooled)
-        numbers = self._round.numbers(self.metrics.metrics)
+        numbers = self.logs.round.numbers(self.metrics.metrics)
         self.metrics.reset()
         self.run.show_to_callbacks(numbers)
 
@@ -553,15 +551,15 @@ class LightningModuleTask(ClientTask):
         kept = self.run.evaluation.kept  # of the best values; the entry "train" is that of the round before
         self.metrics.put({**kept.get("train", {}), **self._pooled})
         self.call("on_train_epoch_end")
-        values = self._round.numbers(self.metrics.metrics)
+        values = self.logs.round.numbers(self.metrics.metrics)
         if both := sorted(values.keys() & (self.logged_names - self.logs.told)):
             self.logs.told.update(both)
             self.run.print(
                 f"self.log({both[0]!r}): logged in training and in evaluations, so the metrics of a round have the value of training"
             )
-        shown = {name for name, logged in self._round.items() if logged.prog_bar}
-        kept["train"] = self.metrics.take_best(self._round)
-        self._round.clear()
+        shown = {name for name, logged in self.logs.round.items() if logged.prog_bar}
+        kept["train"] = self.metrics.take_best(self.logs.round)
+        self.logs.round.clear()
         self.local_step = self.steps_taken = 0  # Lightning now counts the round
         return values, shown
 

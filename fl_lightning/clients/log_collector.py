@@ -25,6 +25,7 @@ class LogCollector:
         task: The task of the module.
 
     Attributes:
+        round: The values of the round, to which hooks outside of steps add.
         sink: The values to which the next value is added.
         batch: The batch whose size weighs a mean; None outside of batches.
         step: The values of the last local step.
@@ -35,7 +36,8 @@ class LogCollector:
 
     def __init__(self, task: Any) -> None:
         self._task = task
-        self.sink = self.step = LoggedValues()
+        self.sink = self.round = LoggedValues()
+        self.step = LoggedValues()
         self.batch: Any = None
         self.loader: int | None = None
         self.number = ""
