@@ -119,6 +119,8 @@ class ForkLauncher(_Launcher):
         ours, theirs = os.pipe()
         # block the signals in the fork, because only rank 0 decides when a run stops
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        collects = gc.isenabled()
+        gc.disable()  # until the fork has frozen what it must not free
         try:
             with warnings.catch_warnings():
                 # ignore Python 3.12's warning: a rank uses none of this process's threads
@@ -129,10 +131,16 @@ class ForkLauncher(_Launcher):
                     if sys.platform == "linux":  # die with the parent: 1 is PR_SET_PDEATHSIG
                         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                     self._strategy.cluster_environment.own_rank = rank
+                    # keep an earlier process group: freeing the group would wait for threads that a fork lacks
+                    gc.freeze()
+                    if collects:
+                        gc.enable()
                     _serve(rank, run, trainer, theirs)
                 finally:
                     os._exit(1)
         finally:
+            if collects:
+                gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(theirs)
         return pid, ours
@@ -159,8 +167,6 @@ class ForkLauncher(_Launcher):
 
 
 def _serve(rank: int, run: Callable[[], Any], trainer: L.Trainer | None, pipe: int) -> None:
-    # keep an earlier process group: freeing the group would wait for threads that a fork lacks
-    gc.freeze()
     os.environ["LOCAL_RANK"] = str(rank)
     silence()
     if trainer is not None:

@@ -1,5 +1,6 @@
 """Ranks that are copies of a process: how they start, end, fail and drift apart."""
 
+import gc
 import os
 import re
 import signal
@@ -320,3 +321,27 @@ def test_where_a_process_cannot_be_copied_is_said(monkeypatch, owner, name, valu
         ConfigurationError, match=f"trainer.devices: 2: {reason}; start the ranks by torchrun"
     ):
         train(2)
+
+
+def test_a_fork_never_frees_what_it_was_born_with(monkeypatch):
+    """An earlier run's process group would wait for its threads, which a fork lacks."""
+
+    class Kept:
+        def __init__(self):
+            self.cycle, self.process = self, os.getpid()
+
+        def __del__(self):
+            if os.getpid() != self.process:
+                Path("freed").touch()
+
+    def fork(really=os.fork):
+        Kept()
+        pid = really()
+        if pid == 0:
+            gc.set_threshold(1)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork)
+    train(2, rounds=1)
+    assert not Path("freed").exists()
+    assert gc.isenabled()
