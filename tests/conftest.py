@@ -73,7 +73,8 @@ def pictures_are_drawn_where_they_are_looked_at(request, monkeypatch):
 def first_steps_are_compared_where_it_is_tested(request, monkeypatch):
     """The comparison takes a third of a short run: without the mark ``first_steps`` a test leaves it out."""
     if request.node.get_closest_marker("first_steps") is None:
-        monkeypatch.setattr("fl_lightning.round.module.check_first_steps", lambda run: None)
+        for check in ("check_first_steps", "compare_with_copies"):
+            monkeypatch.setattr(f"fl_lightning.round.module.{check}", lambda run: None)
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.clients.template import contents
+from fl_lightning.clients.template import contents, slots_of
 from fl_lightning.errors import ConfigurationError
 
 _APART_TYPES = (Tensor, Metric, MetricCollection, LRScheduler)
@@ -34,10 +35,11 @@ _APART |= {"_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compile
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (dict, defaultdict, OrderedDict, list, tuple, set, frozenset, deque)
 _MISSING = object()
-_SLOT = types.MemberDescriptorType
 
 
-def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: str) -> dict[str, list[Any]]:
+def additions(
+    server: nn.Module, copy: nn.Module, own: Container[str], words: str, together: str = ""
+) -> dict[str, list[Any]]:
     """Return what a client's steps have appended to lists of the module, by the lists' names.
 
     Tensors outside of parameters and buffers may differ, as in a cache.
@@ -47,6 +49,8 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
         copy: The client's copy.
         own: Attributes that the copy has set when it was made, such as ``".optimizer"``.
         words: Words for round and client, for messages.
+        together: What has computed several clients with ``copy``; empty for one client. For several
+            clients, tensors of the same shape must be equal.
 
     Raises:
         ConfigurationError: Another value differs from the server's.
@@ -56,9 +60,14 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
     labels = cache(lambda: _labels(server) | _labels(copy))
 
     def compare(name: str, first: Any, second: Any) -> None:
-        if first is second or (id(first), id(second)) in seen or isinstance(second, _APART_TYPES):
+        if first is second or (id(first), id(second)) in seen:
             return
-        if first is _MISSING and _is_cache(second):
+        if together and (first is _MISSING or first is None or isinstance(first, Tensor)):
+            if any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree_leaves(second)):
+                raise _changed(server, name, words, together)
+            if isinstance(first, Tensor) and _has_changed(first, second):
+                raise _changed(server, name, words, together)
+        if isinstance(second, _APART_TYPES) or (first is _MISSING and _is_cache(second)):
             return
         if name in own and not isinstance(second, Optimizer):
             return
@@ -78,9 +87,11 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
             for key in vars(second).keys() - vars(first).keys() - _APART:
                 if not isinstance(getattr(type(second), key, None), cached_property):
                     compare(f"{name}.{key}", _MISSING, vars(second)[key])
+            for key in slots_of(type(first)):
+                compare(f"{name}.{key}", getattr(first, key, _MISSING), getattr(second, key, _MISSING))
             for key in second._buffers.keys() - second._non_persistent_buffers_set:
                 if first._buffers.get(key) is None and second._buffers[key] is not None:
-                    raise _changed(server, f"{name}.{key}", words)
+                    raise _changed(server, f"{name}.{key}", words, together)
             for child, part in first._modules.items():
                 compare(f"{name}.{child}", part, second._modules.get(child, _MISSING))
             return
@@ -90,15 +101,17 @@ def additions(server: nn.Module, copy: nn.Module, own: Container[str], words: st
         known, found = _inside(first, labels), _inside(second, labels)
         if type(first) is not type(second) or known is None or found is None:
             if not _equal(first, second):
-                raise _changed(server, name, words)
+                raise _changed(server, name, words, together)
             return
         for key in {**known, **found}:
             if key in known and key in found:
                 compare(name + key, known[key], found[key])
             elif _is_new_list(first, key, known, found):
                 added[name + key] = found[key]
-            elif key in known or not _is_cache(found[key]):
-                raise _changed(server, name + key, words)
+            elif key in known:
+                raise _changed(server, name + key, words, together)
+            else:
+                compare(name + key, _MISSING, found[key])
 
     compare("", server, copy)
     return {name.lstrip("."): values for name, values in added.items()}
@@ -159,10 +172,10 @@ def _inside(thing: Any, labels: Callable[[], Mapping[int, str]]) -> dict[str, An
         return {f".{name}": value for name, cell in cells for value in contents(cell)}
     if isinstance(thing, types.MethodType):
         return {"": thing.__self__}
-    slots = [x for kind in type(thing).__mro__ for x in vars(kind).values() if type(x) is _SLOT]
+    slots = slots_of(type(thing))
     if isinstance(thing, _GENERATORS) or not (slots or hasattr(thing, "__dict__")):
         return None
-    held = {x.__name__: getattr(thing, x.__name__) for x in slots if hasattr(thing, x.__name__)}
+    held = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
     return {f".{key}": value for key, value in (held | getattr(thing, "__dict__", {})).items()}
 
 
@@ -192,8 +205,23 @@ def _is_cache(value: Any) -> bool:
     return all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(value))
 
 
-def _changed(server: nn.Module, name: str, words: str) -> ConfigurationError:
+def _has_changed(first: Tensor, second: Any) -> bool:
+    if not isinstance(second, Tensor) or first.shape != second.shape:
+        return False  # as caches of masks, which grow with the lengths of batches
+    with suppress(RuntimeError):  # of tensors without values
+        return not torch.equal(first.nan_to_num(), second.to(first).nan_to_num())
+    return False
+
+
+def _changed(server: nn.Module, name: str, words: str, together: str) -> ConfigurationError:
+    why = "which would start anew in the next round"
+    remedy = (
+        "log the value, keep it in a buffer (register_buffer), or name it in fresh_each_round of the class"
+    )
+    if together:
+        why, remedy = f"which all clients share under {together}", "use SequentialExecutor, or a buffer"
+    if name.endswith(".training"):
+        remedy = "call train() and eval() in __init__, or freeze BN statistics by FixBN"
     return ConfigurationError(
-        f"model: {words}: a step of {type(server).__name__} changes the attribute {name.lstrip('.')!r}, which would start anew in the next "
-        "round; log the value, keep it in a buffer (register_buffer), or set it in on_train_epoch_start"
+        f"model: {words}: a step of {type(server).__name__} changes the attribute {name.lstrip('.')!r}, {why}; {remedy}"
     )

@@ -27,6 +27,8 @@ class ConfiguredOptimizer:
     Attributes:
         groups: Name of the parameter group of each parameter. Parameters that are in no group of
             the optimizer are missing.
+        has_hooks: Whether the optimizer has hooks after its step.
+        needs_closure: Whether its step needs a function that computes the loss again.
         settings: Settings by name of the parameter group that differ from those of the first group.
 
     Raises:
@@ -52,6 +54,8 @@ class ConfiguredOptimizer:
             raise ConfigurationError(
                 f"{place}: ReduceLROnPlateau reads metrics, which clients do not share; use a schedule over steps or epochs"
             )
+        closure = inspect.signature(type(self._optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.has_hooks = bool(self._optimizer._optimizer_step_post_hooks)
         if self._optimizer._optimizer_step_pre_hooks:
             raise ConfigurationError(

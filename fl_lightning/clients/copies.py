@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import nan
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
@@ -82,16 +82,60 @@ class ClientCopy:
             self._slots.put(name, own)
 
 
-def whole_copy(task: Any, tensors: Mapping[int, Tensor]) -> ClientCopy:
+def whole_copy(task: Any, tensors: Mapping[int, Tensor], dtype: torch.dtype | None = None) -> ClientCopy:
     """Return a copy of a module with tensors of its own.
 
     Args:
         task: What a client computes.
         tensors: Tensors of the copy by ``id`` of the module's tensor. Other tensors are copied.
+        dtype: Type of the other floating-point tensors. Default: that of the module's tensors.
     """
-    module = Template(task.module, task.shared_by_copies(), task.hooks_of_methods()).copy(tensors)
+    module = Template(task.module, task.shared_by_copies(), task.hooks_of_methods()).copy(tensors, dtype)
     module.trainer = task.module.trainer
     return ClientCopy(module, dict(module.named_parameters()), {}, ())
+
+
+class Traces:
+    """Finds what steps of several clients at once change in the module that the clients share.
+
+    Args:
+        task: What a client computes.
+    """
+
+    def __init__(self, task: Any) -> None:
+        own = {id(x): x for x in (*task.module.parameters(), *task.module.buffers())}
+        self._module, self._before = task.module, whole_copy(task, own).module
+        self._layers = _layers(self._module)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Compute in this block. What methods change outside of the block is no trace."""
+        self._follow()
+        yield
+        self._layers = _layers(self._module)
+
+    def _follow(self) -> None:
+        before, self._layers = self._layers, _layers(self._module)
+        for name, now in self._layers.items():
+            if not now.is_as(before[name]):
+                _follow(self._before.get_submodule(name), before[name], now)
+
+    def refuse(self, place: str, together: str) -> None:
+        """Check that the steps have changed no attribute. A tensor that was missing or None is a cache.
+
+        Args:
+            place: Words for the round.
+            together: What has computed the clients.
+
+        Raises:
+            ConfigurationError: An attribute has changed.
+        """
+        self._follow()
+        for name in additions(self._before, self._module, (), place, together):
+            raise ConfigurationError(
+                f"model: {place}: a step of {type(self._module).__name__} appends to {name!r}, which all clients share under {together}; "
+                "use SequentialExecutor"
+            )
 
 
 class Copies:
@@ -103,7 +147,7 @@ class Copies:
     """
 
     def __init__(self, task: Any, cohort: RoundCohort) -> None:
-        self._module, self.clients = task.module, cohort.client_ids
+        self._module, self.clients, self._fresh = task.module, cohort.client_ids, task.fresh
         self._rows = cohort.params  # held, as its identity stands for these copies
         server = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
         rows = {*cohort.params, *cohort.buffers}
@@ -121,9 +165,6 @@ class Copies:
             copy = template.copy(untrained | {id(server[name]): x for name, x in tensors.items()})
             copy.trainer = task.module.trainer
             self.of_row.append(ClientCopy(copy, tensors, {**parameters, **buffers}, cohort.trained_names))
-        hidden = [server[name] for name in rows if server[name].is_floating_point()]
-        self._hidden = [(x, x.data, x.new_full((), nan).expand(x.shape)) for x in hidden]
-        self._trained = {name: server[name] for name in cohort.trained_names}
         self._layers = _layers(task.module)
 
     def _of_untrained(self) -> dict[str, str]:
@@ -141,50 +182,17 @@ class Copies:
         Raises:
             ConfigurationError: A step has changed something else outside of the client's tensors.
         """
+        self.follow()
         for client, copy in zip(self.clients, self.of_row, strict=True):
             words = f"{place}, {named(client)}"
-            yield client, additions(self._module, copy.module, copy.own_attributes, words)
+            own = copy.own_attributes | self._fresh
+            yield client, additions(self._module, copy.module, own, words)
         after = self._of_untrained()
         for name in (name for name, value in self._digests.items() if after[name] != value):
             raise ConfigurationError(
                 f"model: {place}: a client's step changes {name!r} of the server's model, as a parameter without gradient is shared; "
                 "make it a buffer (register_buffer), which every client has a copy of"
             )
-
-    @contextmanager
-    def hiding_server(self) -> Iterator[None]:
-        """Let the server's tensors hold NaN within the ``with`` block.
-
-        A copy must not read them. By NaN, what still reads them does not go unseen.
-        """
-        gradients = {name: tensor.grad for name, tensor in self._trained.items()}
-        for tensor, _, hidden in self._hidden:
-            tensor.grad, tensor.data = None, hidden
-        try:
-            yield
-        finally:
-            self._show()
-        read = [name for name, tensor in self._trained.items() if tensor.grad is not None]
-        for name, gradient in gradients.items():
-            self._trained[name].grad = gradient
-        if read:
-            raise ConfigurationError(
-                f"model: the loss of a client's step depends on {read[0]!r} of the server's model and not of the client's; reach it from self"
-            )
-
-    def _show(self) -> None:
-        for tensor, value, _ in self._hidden:
-            tensor.data = value
-
-    @contextmanager
-    def showing_server(self) -> Iterator[None]:
-        """Let the server's tensors have their values within the ``with`` block, inside of :meth:`hiding_server`."""
-        self._show()
-        try:
-            yield
-        finally:
-            for tensor, _, hidden in self._hidden:
-                tensor.data = hidden
 
     def follow(self) -> None:
         """Make the changes to the copies that methods have made to the server's layers since."""

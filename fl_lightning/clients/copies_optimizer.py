@@ -11,6 +11,7 @@ from fl_lightning.clients.copies import ClientCopy, Copies, whole_copy
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.rows import split_columns
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.optimizers.settings import OptimizerCallable
 
 
 class CopiesOptimizer:
@@ -22,12 +23,14 @@ class CopiesOptimizer:
     Args:
         task: What a client computes.
         cohort: The round's cohort.
+        make: Function that makes an optimizer from parameters. Default: ``configure_optimizers`` of
+            each copy.
     """
 
     by_row = True
 
-    def __init__(self, task: Any, cohort: RoundCohort) -> None:
-        self._task, self._cohort, self._part = task, cohort, cohort.part()
+    def __init__(self, task: Any, cohort: RoundCohort, make: OptimizerCallable | None = None) -> None:
+        self._task, self._cohort, self._part, self._make = task, cohort, cohort.part(), make
         self._of_row: list[Optimizer] | None = None
         self.restart()
 
@@ -45,6 +48,9 @@ class CopiesOptimizer:
         return self._of_row
 
     def _configured(self, copy: ClientCopy) -> Optimizer:
+        if self._make is not None:
+            copy.optimizer = self._make([*copy.trained.values()])
+            return copy.optimizer
         with self._task.acting(copy):
             return copy.configure()
 

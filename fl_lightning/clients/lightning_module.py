@@ -19,19 +19,21 @@ from fl_lightning.client_data.batches import BatchStack, copied
 from fl_lightning.clients.changes import add_to_lists
 from fl_lightning.clients.client_trainer import ClientTrainer, refuse
 from fl_lightning.clients.configured_optimizer import ConfiguredOptimizer
-from fl_lightning.clients.copies import ClientCopy, Copies, hooks_of_layers, whole_copy
+from fl_lightning.clients.copies import ClientCopy, Copies, Traces, hooks_of_layers, whole_copy
 from fl_lightning.clients.copies_optimizer import CopiesOptimizer
 from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.clients.log_collector import LogCollector
 from fl_lightning.clients.logged_values import LoggedValues
 from fl_lightning.clients.metric_states import MetricObjects, MetricStates
 from fl_lightning.clients.module_evaluation import ModuleEvaluation, _ModuleTask
+from fl_lightning.clients.server_tensors import ServerTensors
 from fl_lightning.clients.task import ClientSettings, ClientTask
 from fl_lightning.clients.trial import moved_in_trial
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import CannotVectorize, ConfigurationError, doing
 from fl_lightning.optimizers.checks import check_elementwise
+from fl_lightning.optimizers.settings import OptimizerCallable
 from fl_lightning.randomness import derive_seed, isolated, seeded
 
 _NEVER_CALLED = (
@@ -136,7 +138,9 @@ class LightningModuleTask(ClientTask):
         self._own_hooks: list[Any] = []
         self._tried = False
         self._part: Any = None
-        self._copies: dict[Any, Copies] = {}
+        self._copies: dict[int, Copies] = {}
+        self._servers: dict[int, ServerTensors] = {}
+        self._traces: Traces | None = None
 
     def take_settings(self, given: ClientSettings) -> None:
         """Refuse settings that the module decides.
@@ -247,7 +251,12 @@ class LightningModuleTask(ClientTask):
         name = type(self.module).__name__
         if not self.configured.groups:
             raise ConfigurationError(f"model: the optimizer of {name} has no trainable parameter")
-        check_elementwise(self.make_optimizer)
+        try:
+            check_elementwise(self.make_optimizer)
+        except ConfigurationError:  # each copy has its own optimizer, but stacked clients have one
+            if self.configured.needs_closure:
+                raise
+            self.one_by_one = self.one_by_one or f"the optimizer {type(self.configured.template).__name__}"
         for parameter_name, parameter in self.module.named_parameters():
             parameter.requires_grad_(parameter_name in self.configured.groups)
         self.parameter_groups = self.configured.settings
@@ -409,6 +418,11 @@ class LightningModuleTask(ClientTask):
             if self.overrides("on_train_batch_end"):
                 self._ended[client] = self._outputs
 
+    @property
+    def fresh(self) -> set[str]:
+        """Attributes that may change in a client's steps and start anew in each round, as named by the class."""
+        return {f".{name}" for name in getattr(self.module, "fresh_each_round", ())}
+
     def shared_by_copies(self) -> list[Any]:
         """Return the objects that copies of the module share with it."""
         held = vars(self.module)
@@ -419,18 +433,44 @@ class LightningModuleTask(ClientTask):
         own = {id(hook) for hook in self._own_hooks}
         return [hook for hook in hooks_of_layers(self.module) if id(hook) not in own]
 
-    def enter(self, cohort: RoundCohort, *, alone: bool) -> None:
+    def enter(self, cohort: RoundCohort, *, alone: bool, optimizer: OptimizerCallable | None = None) -> None:
         """Give each client a copy of the module, if clients compute one after the other."""
         for copies in self._copies.values():
             for copy in copies.of_row:
                 copy.release()
-        self._part, self._copies = cohort.part().params, {}
+        self._part, self._copies, self._servers = cohort.part().params, {}, {}
+        self._traces = None
+        if not alone or self.run.joint_method is not None:
+            self.watch()
         if alone:
-            cohort.client_optimizer = CopiesOptimizer(self, cohort)
+            cohort.client_optimizer = CopiesOptimizer(self, cohort, optimizer)
+
+    def models(self, cohort: RoundCohort) -> list[nn.Module]:
+        """Return the clients' copies."""
+        return [copy.module for copy in self.copies_of(cohort).of_row]
 
     def alone(self, cohort: RoundCohort) -> AbstractContextManager[None]:
         """Return a context in which the server's tensors hold NaN, as copies must not read them."""
-        return self.copies_of(cohort).hiding_server()
+        self.copies_of(cohort)  # not later, as copies are made of the server's values
+        return self._server_of(cohort).hidden()
+
+    @contextmanager
+    def together(self, cohort: RoundCohort) -> Iterator[None]:
+        """Let the server's tensors hold NaN in this block, as a step in slots must not read them."""
+        traces = nullcontext() if self._traces is None else self._traces.step()
+        with traces, self._server_of(cohort).hidden():
+            yield
+
+    def _server_of(self, cohort: RoundCohort) -> ServerTensors:
+        key = id(cohort.params)
+        if key not in self._servers:
+            self._servers[key] = ServerTensors(self.module, cohort)
+        return self._servers[key]
+
+    def pass_in_slots(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute a client's loss, gradients and buffers in the server's module, with the client's tensors."""
+        with self.together(cohort):
+            return super().pass_in_slots(cohort, row, batch)
 
     def pass_alone(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a client's loss and gradients by the client's copy."""
@@ -451,7 +491,7 @@ class LightningModuleTask(ClientTask):
     def _refuse_server_in_loss(self, cohort: RoundCohort, batch: Any) -> None:
         """Refuse a loss that is NaN only as the server's tensors hold NaN."""
         with (
-            self.copies_of(cohort).showing_server(),
+            self._server_of(cohort).shown(),
             isolated(),
             self.acting(whole_copy(self, {})),
         ):
@@ -483,6 +523,46 @@ class LightningModuleTask(ClientTask):
             yield
         finally:
             self.module, self.metrics, self._copy = before
+
+    @contextmanager
+    def trying(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Let a copy of the module compute in this block, of which nothing is left afterwards."""
+        before = dict(vars(self))
+        frozen = (
+            {} if dtype else {id(x): x for n, x in self.module.named_parameters() if not self._moves(n, x)}
+        )
+        copy = whole_copy(self, frozen, dtype)
+        self.model = copy.module
+        self.slots, self._copies, self._servers, self.by_client = StateSlots(self.model), {}, {}, {}
+        try:
+            with self.acting(copy):
+                self._copy = None  # the copy stands for the server's module
+                yield
+        finally:
+            vars(self).update(before)
+
+    def reads_server(self, cohort: RoundCohort, batch: Any) -> bool:
+        """Return whether the loss is finite only with the server's tensors, which are hidden in local steps."""
+        tensors = {**cohort.server_parameters, **cohort.server_buffers}
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        finite = []
+        for hiding in (nullcontext(), self._server_of(cohort).hidden()):
+            with isolated(), hiding, self.slots.filled(tensors):
+                finite.append(bool(self.losses(copied(batch))[0].isfinite()))
+        return finite == [True, False]
+
+    def _moves(self, name: str, parameter: Tensor) -> bool:
+        return parameter.requires_grad or name in self._moved
+
+    def watch(self) -> None:
+        """Watch what the next steps of several clients at once change in the module."""
+        self._traces = Traces(self)
+
+    def refuse_traces(self) -> None:
+        """Check that the watched steps have changed no attribute that the clients share."""
+        if self._traces is not None:
+            together = self.run.joint_method or type(self.run.executor).__name__
+            self._traces.refuse(f"round {self.run.round}", together)
 
     def begin_steps(self, cohort: RoundCohort) -> None:
         """Set the settings of the client optimizers that schedulers change."""
@@ -521,6 +601,7 @@ class LightningModuleTask(ClientTask):
             client: Told(values.with_totals({name: x.cpu() for name, x in values.totals().items()}), {}, {})
             for client, values in self.by_client.items()
         }
+        self.refuse_traces()
         if (copies := self._copies.get(id(self._part))) is not None:
             metrics = {
                 client: copy.metrics.take()

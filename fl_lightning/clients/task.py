@@ -289,17 +289,48 @@ class ClientTask:
         """Return why the last ``client_loss`` needs its Python code in every local step, or None."""
         return None
 
-    def enter(self, cohort: RoundCohort, *, alone: bool) -> None:
+    def enter(self, cohort: RoundCohort, *, alone: bool, optimizer: OptimizerCallable | None = None) -> None:
         """Prepare the clients of a round, after the broadcast.
 
         Args:
             cohort: The round's cohort.
             alone: Whether the clients of a rank compute one after the other.
+            optimizer: Client optimizer of a check, which replaces the model's own.
         """
+
+    def models(self, cohort: RoundCohort) -> Sequence[nn.Module]:
+        """Return the models that compute clients one after the other."""
+        return [self.model]
 
     def alone(self, cohort: RoundCohort) -> AbstractContextManager[None]:
         """Return a context in which clients compute one after the other."""
         return nullcontext()
+
+    def together(self, cohort: RoundCohort) -> AbstractContextManager[None]:
+        """Return a context in which clients compute with the server's model at once."""
+        return nullcontext()
+
+    def trying(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+        """Let a copy of the model compute in this block, of which nothing is left afterwards.
+
+        Args:
+            dtype: Type of the copy's floating-point tensors. Default: that of the model's tensors.
+        """
+        raise NotImplementedError
+
+    def reads_server(self, cohort: RoundCohort, batch: Any) -> bool:
+        """Return whether the loss of a client that computes in slots depends on the server's tensors."""
+        return False
+
+    def watch(self) -> None:
+        """Watch what the next steps of several clients at once change in the model."""
+
+    def refuse_traces(self) -> None:
+        """Check that the watched steps have changed no attribute that the clients share.
+
+        Raises:
+            ConfigurationError: An attribute has changed. A tensor that was missing or None is a cache.
+        """
 
     def pass_alone(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a client's loss, gradients and buffers. Return the loss and the logged values."""

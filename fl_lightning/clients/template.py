@@ -39,6 +39,7 @@ _CLOSED = (*_SHARED, str, int, float, bytes)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Hooks of tensors."""
 
+_SLOTS: dict[type, list[str]] = {}
 _numbered: ContextVar[Callable[[int], Any]] = ContextVar("_numbered")
 
 
@@ -65,11 +66,12 @@ class Template:
         named = (*module.parameters(), *module.buffers())
         self._whole = {_memory(x): x for x in named if _fills_its_memory(x)}
 
-    def copy(self, tensors: Mapping[int, Tensor]) -> Any:
+    def copy(self, tensors: Mapping[int, Tensor], dtype: torch.dtype | None = None) -> Any:
         """Return a copy of the module.
 
         Args:
             tensors: Tensors of the copy by ``id`` of the module's tensor. Other tensors are cloned.
+            dtype: Type of cloned floating-point tensors. Default: that of the module's tensors.
         """
         made: dict[int, Any] = {}
 
@@ -83,7 +85,7 @@ class Template:
             whole = self._whole.get(_memory(found), found)
             known = whole is found or id(found) in tensors or found.requires_grad
             if known or id(whole) not in self._numbers or found.dtype != whole.dtype:
-                return _tensor_of_copy(found, tensors)
+                return _tensor_of_copy(found, tensors, dtype)
             own = numbered(self._numbers[id(whole)])  # a view of a parameter or buffer
             if own is whole:
                 return found
@@ -109,10 +111,13 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return 0 < tensor.numel() * tensor.element_size() == size
 
 
-def _tensor_of_copy(tensor: Tensor, tensors: Mapping[int, Tensor]) -> Tensor:
+def _tensor_of_copy(tensor: Tensor, tensors: Mapping[int, Tensor], dtype: torch.dtype | None) -> Tensor:
     found = tensors.get(id(tensor))
     if found is None:  # a tensor with a graph cannot be cloned with it
-        found = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        found = tensor.detach().clone()
+        if dtype is not None and found.is_floating_point():
+            found = found.to(dtype)
+        found.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter) and not isinstance(found, nn.Parameter):
         found = nn.Parameter(found, tensor.requires_grad)
     return found
@@ -157,9 +162,14 @@ class _Writer(pickle.Pickler):
         return (*self._by_number(thing), state if any(state) else None, None, None, _set_on_tensor)
 
     def _as_usual(self, thing: nn.Module) -> Any:
-        if is_parametrized(thing):  # its class refuses pickle, as a file could not name the class
-            return _new, (type(thing),), vars(thing), None, None, _set_state
-        return NotImplemented
+        # the class of a parametrized module refuses pickle, as a file could not name the class
+        return self._whole(thing) if is_parametrized(thing) else NotImplemented
+
+    def _whole(self, thing: nn.Module) -> Any:
+        """Return all attributes, also those that the class leaves out of files."""
+        slots = {name: getattr(thing, name) for name in slots_of(type(thing)) if hasattr(thing, name)}
+        state = {**vars(thing), "_trainer": None} if hasattr(thing, "_trainer") else vars(thing)
+        return _new, (type(thing),), (state, slots), None, None, _set_state
 
     def _script(self, thing: Any) -> Any:
         _refuse_to_share(thing, TypeError("torch.jit copies tensors by itself"))
@@ -248,6 +258,14 @@ def _refuse_to_share(thing: Any, error: Exception) -> None:
         ) from error
 
 
+def slots_of(kind: type) -> list[str]:
+    """Return the names of a class's slots."""
+    if kind not in _SLOTS:
+        found = [x for base in kind.__mro__ for x in vars(base).values()]
+        _SLOTS[kind] = [x.__name__ for x in found if isinstance(x, types.MemberDescriptorType)]
+    return _SLOTS[kind]
+
+
 def contents(cell: types.CellType) -> tuple[Any, ...]:
     """Return what a cell of a closure holds, in a tuple; an empty tuple for an empty cell."""
     try:
@@ -321,4 +339,7 @@ def _way_of(kind: type) -> Callable[[_Writer, Any], Any]:
     if issubclass(kind, _SHARED) or of_compiler:
         return _Writer._by_number
     plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    return _Writer._as_usual if issubclass(kind, nn.Module) and plain else _Writer._or_shared
+    if not (issubclass(kind, nn.Module) and plain):
+        return _Writer._or_shared
+    known = (object.__getstate__, L.LightningModule.__getstate__)
+    return _Writer._as_usual if kind.__getstate__ in known and not slots_of(kind) else _Writer._whole

@@ -1,6 +1,6 @@
 """Use of ``torch.compile`` for the clients' forward and backward passes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
@@ -158,8 +158,8 @@ def _try() -> None:
 
 
 @contextmanager
-def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Run compiled code in all calls of the model within the ``with`` block.
+def compiled_calls(compiled: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Run compiled code in all calls of some models within the ``with`` block.
 
     Each batch shape has a separate graph, which does not depend on the shapes of earlier batches.
     """
@@ -170,8 +170,9 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
         "fail_on_recompile_limit_hit": True,
     }
     draws = {"fallback_random": True}  # draw the same random numbers as without compilation
-    before = model._compiled_call_impl
-    model._compiled_call_impl = compiled
+    before = [model._compiled_call_impl for model, _ in compiled]
+    for model, call in compiled:
+        model._compiled_call_impl = call
     try:
         with torch._dynamo.config.patch(settings), torch._inductor.config.patch(draws), catch_warnings():
             # the compiler itself reads this attribute, and fails if warnings are errors
@@ -179,8 +180,9 @@ def compiled_calls(model: torch.nn.Module, compiled: Callable[..., Any]) -> Iter
             yield
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise ConfigurationError(
-            f"SequentialExecutor.compile: model {type(model).__name__} was compiled {_MOST_GRAPHS} times, for other shapes of "
+            f"SequentialExecutor.compile: model {type(compiled[0][0]).__name__} was compiled {_MOST_GRAPHS} times, for other shapes of "
             "batches or because the model changes; set compile: false"
         ) from error
     finally:
-        model._compiled_call_impl = before
+        for (model, _), call in zip(compiled, before, strict=True):
+            model._compiled_call_impl = call

@@ -41,33 +41,34 @@ class SequentialExecutor(Executor):
             raise ConfigurationError(f"SequentialExecutor.compile: {compile!r} must be true, false or auto")
         self.compile = compile
         self.compilation = Compilation(compile is True)
-        self._compiled: tuple[nn.Module, Any] | None = None
+        self._compiled: list[tuple[nn.Module, Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without compiled code, because a copy compiles its own model."""
-        return {**vars(self), "_compiled": None}
+        return {**vars(self), "_compiled": []}
 
     def compiled_for(self, model: nn.Module) -> bool:
         """Return whether compiled code for this model exists."""
-        return self._compiled is not None and self._compiled[0] is model
+        return any(known is model for known, _ in self._compiled)
 
     def backward(
         self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
         batches = zip(rows, batch.batches(), strict=True)
-        with task.alone(cohort), self._fast(task.model) if self.compilation.compiled else nullcontext():
+        models = task.models(cohort)  # not later, as they may be made now
+        with task.alone(cohort), self._fast(models) if self.compilation.compiled else nullcontext():
             losses = []
             for row, client_batch in batches:
                 with doing(f"computing {task.named(cohort.client_ids[row])}"):
                     losses.append(self._client(task, cohort, row, client_batch))
             return torch.stack(losses)
 
-    def _fast(self, model: nn.Module) -> AbstractContextManager[None]:
-        if not self.compiled_for(model):
-            self._compiled = model, torch.compile(model._call_impl, dynamic=False)
-        assert self._compiled is not None
-        return compiled_calls(*self._compiled)
+    def _fast(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        if not all(map(self.compiled_for, models)):
+            # copies of a module have one code, which is compiled once
+            self._compiled = [(model, torch.compile(model._call_impl, dynamic=False)) for model in models]
+        return compiled_calls(self._compiled)
 
     def _client(self, task: ClientTask, cohort: RoundCohort, row: int, batch: Any) -> Tensor:
         """Compute a client's local step, and return its loss.

@@ -136,20 +136,23 @@ class VectorizedExecutor(Executor):
 
         versions = {name: value._version for name, value in params.items()}
         drawn = python_states()
-        with _numeric_momentum(task.model, buffers), StackedBatchNorm():
-            losses, objectives, updated, logged = torch.func.vmap(losses_and_buffers)(params, buffers, batch)
-        if python_states() != drawn:
-            raise CannotVectorize(
-                f"model: {type(task.model).__name__} draws random numbers of NumPy or Python, which {self.user} cannot draw per client; use "
-                "SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
-            )
-        leaves = [params[name] for name in trained]
-        try:  # hooks and checkpointed layers, which run here, may not support vmap
-            gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
-        except RuntimeError as error:
-            if (refusal := cannot_vectorize(task.model, error)) is not None:
-                raise refusal from error
-            raise
+        with task.together(cohort):
+            with _numeric_momentum(task.model, buffers), StackedBatchNorm():
+                losses, objectives, updated, logged = torch.func.vmap(losses_and_buffers)(
+                    params, buffers, batch
+                )
+            if python_states() != drawn:
+                raise CannotVectorize(
+                    f"model: {type(task.model).__name__} draws random numbers of NumPy or Python, which {self.user} cannot draw per client; use "
+                    "SequentialExecutor, and no method that needs a joint forward pass (FedTAN)"
+                )
+            leaves = [params[name] for name in trained]
+            try:  # hooks and checkpointed layers, which run here, may not support vmap
+                gradients = torch.autograd.grad(objectives.sum(), leaves, allow_unused=True)
+            except RuntimeError as error:
+                if (refusal := cannot_vectorize(task.model, error)) is not None:
+                    raise refusal from error
+                raise
         filled = {
             n: torch.zeros_like(params[n]) if g is None else g
             for n, g in zip(trained, gradients, strict=True)

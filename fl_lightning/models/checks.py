@@ -1,16 +1,53 @@
 """Checks of model settings, with errors that name the setting to change."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fl_lightning.errors import ConfigurationError
 
 
+def check_model(model: Any, loss: Any) -> None:
+    """Check that clients can train a model with a loss.
+
+    Args:
+        model: The model.
+        loss: The loss; None for that of the task.
+
+    Raises:
+        ConfigurationError: The model is none, hides its layers, or has nothing to train, or the loss
+            has a parameter that nothing would train.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
+        )
+    check_layers(model)
+    known = set(model.parameters())
+    if not any(parameter.requires_grad for parameter in known):
+        raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
+    for name, parameter in loss.named_parameters() if isinstance(loss, nn.Module) else ():
+        if parameter.requires_grad and parameter not in known:
+            raise ConfigurationError(
+                f"loss: the parameter {name!r} of {type(loss).__name__} would never be trained; put the parameter into the model, "
+                "or make it a buffer"
+            )
+
+
 def check_layers(model: nn.Module) -> None:
     """Raise a ``ConfigurationError`` if clients cannot train a layer.
 
-    This is a lazy layer, or an embedding with sparse gradients.
+    This is a lazy layer, an embedding with sparse gradients, or a layer with a sparse buffer.
     """
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigurationError(
+                f"model: the buffer {name!r} is sparse, and clients' buffers are rows of one tensor; keep it as a plain attribute"
+            )
     for name, layer in model.named_modules():
         lazy = any(map(is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False))))
         sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse

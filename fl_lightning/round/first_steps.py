@@ -53,7 +53,7 @@ def check_first_steps(run: RunContext) -> None:
     plan = run.plan.usual()
     clients, steps = plan.trained(run.round)
     policy = resolve_policy(run.federated_callbacks, run.round, run.planned_rounds)
-    _refuse_hooks(run.model)
+    refuse_gradient_hooks(run.model)
     with isolate_rng(), _restored(run):
         freeze_statistics(run.model, run.tracking_layers, treatments(run.model, policy))
         before, attributes = _tensors(run.model), _attributes(run)
@@ -65,7 +65,7 @@ def check_first_steps(run: RunContext) -> None:
             weights=torch.ones(len(clients), dtype=torch.float64, device=run.device),
             local_steps=[2] * len(clients),
             policy=policy,
-            optimizer=_optimizer,
+            optimizer=sgd,
             seed=run.seed,
         )
         if not cohort.trained_names:
@@ -73,8 +73,6 @@ def check_first_steps(run: RunContext) -> None:
         batches = [run.planned_batches(plan, clients, min(step, last)) for step in range(2)]
         with _restored(run):
             rate = _by_executor(run, cohort, batches)
-            if run.client.logs_itself:  # its other hooks may read what a step keeps
-                _refuse_kept(run)
             _refuse_changed(run.model, before)
         for row in range(len(clients)):
             with _restored(run):
@@ -89,12 +87,12 @@ def check_first_steps(run: RunContext) -> None:
             executors = {**cohort.params.row(row), **cohort.buffers.row(row)}
             for draw in range(_DRAWS):
                 with _restored(run):
-                    _change_by_rounding(run, draw)
+                    _change_byrounding(run, draw)
                     _by_torch(run, cohort, row, batches, rate)
                     rounded = _tensors(run.model)
                 for name, x in rounded.items():
                     if x.shape == torchs[name].shape:
-                        noise[name] = max(noise[name], _distance(x, torchs[name]))
+                        noise[name] = max(noise[name], distance(x, torchs[name]))
                 if not (off := _too_far(run, before, torchs, executors, noise)):
                     break
             else:
@@ -120,7 +118,8 @@ def _note_repeated_updates(
         )
 
 
-def _optimizer(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
+def sgd(parameters: Any, lr: float = 1.0) -> torch.optim.Optimizer:
+    """Return the optimizer of the check."""
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
@@ -133,15 +132,14 @@ def _by_executor(run: RunContext, cohort: RoundCohort, batches: Sequence[BatchSt
         rows = part.begin_step(step)
         with doing(f"round {cohort.round}, local step {step + 1}"):
             executor.backward(run.client, part, batch.map(copied), rows)
-        rate = rate or _rate(part)
+        rate = rate or step_rate(part)
         for group in part.optimizer.param_groups:
             group["lr"] = rate
         part.take_step()
-        run.client.end_steps(part)
     return rate
 
 
-def _rate(cohort: RoundCohort) -> float:
+def step_rate(cohort: RoundCohort) -> float:
     """Return the learning rate for which the norm of a step is a tenth of the parameters' norm."""
     length, slope = (
         float(get_total_norm([rows.blocks[name].double() for name in cohort.trained_blocks]))
@@ -156,7 +154,7 @@ def _by_torch(
 ) -> None:
     """Take a client's local steps in plain PyTorch, on the server's model itself."""
     model, client = run.model, cohort.client_ids[row]
-    optimizer = _optimizer([model.get_parameter(name) for name in cohort.trained_names], rate)
+    optimizer = sgd([model.get_parameter(name) for name in cohort.trained_names], rate)
     model.zero_grad()
     for step, batch in enumerate(batches):
         key = dropout_keys(run.seed, cohort.round, [client], step)[0]
@@ -167,7 +165,6 @@ def _by_torch(
         drawn = python_states()
         with doing("plain PyTorch, in the check of the first steps"):
             run.client.losses(copied(batch.batches()[row]))[1].backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        run.client.keeper()([client], {name: value[None] for name, value in run.client.logged().items()})
         draws = python_states() != drawn
         if draws and (executor := run.joint_method or type(run.executor).__name__) != "SequentialExecutor":
             raise ConfigurationError(
@@ -201,18 +198,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
-def _refuse_kept(run: RunContext) -> None:
-    """Refuse attributes in which a step that computes several clients at once has kept tensors."""
-    for part in run.model.modules():
-        for name, value in vars(part).items():
-            if any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree_leaves(value)):
-                raise ConfigurationError(
-                    f"model: {type(part).__name__} keeps a tensor of a step in the attribute {name!r}, which {type(run.executor).__name__} "
-                    "cannot do for several clients at once; use SequentialExecutor"
-                )
-
-
-def _refuse_hooks(model: nn.Module) -> None:
+def refuse_gradient_hooks(model: nn.Module) -> None:
     """Refuse hooks on gradients, which may act only on gradients that the first steps do not have."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -306,12 +292,12 @@ def _differing(
         caches: Whether to leave out attributes with another number or shape of tensors. Caches of
             masks and positions grow with the lengths of batches.
     """
-    allowed = 1e-6 if run.device.type == "cpu" else 100 * _rounding(run)
+    allowed = 1e-6 if run.device.type == "cpu" else 100 * rounding(run)
     for name in {**first, **second}:
         (exact, one), (others, other) = (x.get(name, ([], [])) for x in (first, second))
         alike = [x.shape for x in one] == [x.shape for x in other]
         far = alike and any(
-            _distance(x, y) > allowed * float(y.nan_to_num().norm()) for x, y in zip(one, other, strict=True)
+            distance(x, y) > allowed * float(y.nan_to_num().norm()) for x, y in zip(one, other, strict=True)
         )
         if exact != others or far or not (alike or caches):
             yield name
@@ -319,20 +305,20 @@ def _differing(
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     for name, now in _tensors(model).items():
-        if now.shape != before[name].shape or _distance(now, before[name]):
+        if now.shape != before[name].shape or distance(now, before[name]):
             raise ConfigurationError(
                 f"model: a client's forward pass changes {name!r} of the server's model, as a parameter without gradient is shared; "
                 "make it a buffer (register_buffer), which every client has a copy of"
             )
 
 
-def _change_by_rounding(run: RunContext, draw: int) -> None:
+def _change_byrounding(run: RunContext, draw: int) -> None:
     """Change all parameters randomly, by about twice the rounding error of one operation.
 
     Further draws change them by five times as much, as sums of many values are rounded.
     """
     seed_global(derive_seed(run.seed, "rounding", draw), run.device)
-    size = (10 if draw else 2) * _rounding(run)
+    size = (10 if draw else 2) * rounding(run)
     with torch.no_grad():
         for parameter in run.model.parameters():
             if parameter.is_floating_point():
@@ -347,12 +333,12 @@ def _too_far(
     noise: Mapping[str, float],
 ) -> dict[str, float]:
     """Return the distances of tensors that differ by more than rounding, relative to their change."""
-    rounding = _rounding(run)
+    error = rounding(run)
     # a forward pass may have replaced a buffer by a single number
     fits = [
         name for name, x in executors.items() if torchs[name].numel() == 1 or torchs[name].shape == x.shape
     ]
-    moved = {name: _distance(torchs[name], before[name]) for name in fits}
+    moved = {name: distance(torchs[name], before[name]) for name in fits}
     parameters = {name for name, _ in run.model.named_parameters()}
     most = dict.fromkeys((True, False), 0.0)
     for name, length in moved.items():
@@ -364,10 +350,10 @@ def _too_far(
             off[name] = float("inf")
             continue
         # tolerance for tensors that change only by rounding, such as a bias before BN
-        floor = max(1e-4 if name in parameters else 1e-5, 10 * rounding) * most[name in parameters]
+        floor = max(1e-4 if name in parameters else 1e-5, 10 * error) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
-        far = _distance(torchs[name], value)
-        least = max(_TOLERANCE, 20 * rounding) * moved[name] + floor + 10 * rounding * size
+        far = distance(torchs[name], value)
+        least = max(_TOLERANCE, 20 * error) * moved[name] + floor + 10 * error * size
         if far > least + _NOISE * noise.get(name, 0.0):
             off[name] = far / moved[name] if moved[name] else float("inf")
     return off
@@ -387,7 +373,7 @@ def _refuse_side_effects(run: RunContext, off: Mapping[str, float]) -> None:
     )
 
 
-def _rounding(run: RunContext) -> float:
+def rounding(run: RunContext) -> float:
     """Return the relative rounding error of one operation in the run's precision."""
     precision = str(run.trainer.precision)
     if "bf16" in precision:
@@ -397,7 +383,7 @@ def _rounding(run: RunContext) -> float:
     return float(torch.finfo(next(run.model.parameters()).dtype).eps)
 
 
-def _distance(first: Tensor, second: Tensor) -> float:
+def distance(first: Tensor, second: Tensor) -> float:
     """Return the norm of the difference between two tensors.
 
     Elements that are NaN in both tensors add 0. NaN in only one tensor makes the norm infinite.

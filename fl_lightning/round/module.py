@@ -1,6 +1,5 @@
 """Federated LightningModule: ``training_step`` is one communication round."""
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -17,18 +16,17 @@ from fl_lightning.batch_norm.swapping import evaluating, overriding_train, resto
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.loaders import check_evaluated
 from fl_lightning.clients import ClientTask, Task, task_of
-from fl_lightning.clients.left_out import check_left_out, left_out
+from fl_lightning.clients.left_out import check_left_out
 from fl_lightning.clients.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
 from fl_lightning.clients.task import ClientSettings
 from fl_lightning.clients.tasks import check_quality
-from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError, stopped
 from fl_lightning.execution.base import Compilation, Executor
 from fl_lightning.execution.choice import Choice, choose_executor
 from fl_lightning.execution.compiling import decide
 from fl_lightning.execution.sequential import SequentialExecutor
-from fl_lightning.models.checks import check_layers
+from fl_lightning.models.checks import check_model
 from fl_lightning.models.dropout import convert_dropout
 from fl_lightning.models.weights import load_weights
 from fl_lightning.optimizers.checks import check_server_optimizer
@@ -37,7 +35,10 @@ from fl_lightning.optimizers.settings import OptimizerCallable
 from fl_lightning.randomness import isolated
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
+from fl_lightning.round.against_copies import compare_with_copies
+from fl_lightning.round.checkpoints import load_run, save_run
 from fl_lightning.round.context import RunContext
+from fl_lightning.round.evaluation_loop import EvaluationLoop
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
@@ -175,26 +176,9 @@ class FederatedModule(Recorded, RunContext):
         super().__init__()
         client = task_of(model)
         model = client.model
-        if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")
-        if isinstance(model, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"model: torch.jit.script hides the layers of {model.original_name}; give the model itself"
-            )
-        check_layers(model)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable:
-            raise ConfigurationError(f"model: {type(model).__name__} has no trainable parameters")
-        if isinstance(loss, nn.Module):
-            known = set(model.parameters())
-            for name, parameter in loss.named_parameters():
-                if parameter.requires_grad and parameter not in known:
-                    raise ConfigurationError(
-                        f"loss: the parameter {name!r} of {type(loss).__name__} would never be trained; put the parameter into "
-                        "the model, or make it a buffer"
-                    )
+        check_model(model, loss)
         if server_optimizer is not None:
-            check_server_optimizer(server_optimizer, trainable)
+            check_server_optimizer(server_optimizer, (p for p in model.parameters() if p.requires_grad))
         check_local_work(local_steps, local_epochs, budget_epochs, participation)
         if bn_momentum is not None:
             set_momentum(model, bn_momentum)
@@ -349,6 +333,13 @@ class FederatedModule(Recorded, RunContext):
         hooks.open_memories(self)
         self.client.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
+        self._prepare_executor(rounds)
+        self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
+        self._modes = {layer: layer.training for layer in self.modules()}
+        self._cohort = None
+
+    def _prepare_executor(self, rounds: int) -> None:
+        """Choose the executor, and decide whether it compiles."""
         usual = self.plan.usual()
         clients, steps = usual.trained(1)
         if self.chooses_executor:
@@ -374,9 +365,6 @@ class FederatedModule(Recorded, RunContext):
         # if one rank cannot compile, no rank compiles
         self.executor.compilation = next((choice for choice in choices if not choice.compiled), choices[0])
         self.record.compiled = self.executor.compilation.compiled
-        self.tracking_layers = [x for x in batch_norm_layers(self.model).values() if x.training]
-        self._modes = {layer: layer.training for layer in self.modules()}
-        self._cohort = None
 
     def on_train_start(self) -> None:
         """Check metrics and outputs, and record digests of the data."""
@@ -451,20 +439,7 @@ class FederatedModule(Recorded, RunContext):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the planned number of rounds, the run's record and the methods' client state."""
-        state = checkpoint["state_dict"]
-        state |= {name: value for name, value in self.merged.items() if name in state}
-        checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}))
-        self.client.save(checkpoint)
-        checkpoint["fl_lightning"] = {
-            "total_rounds": self.total_rounds,
-            "parts": self.parts,
-            "record": self.record.state_dict(),
-            "kept": self.evaluation.kept,
-            "data": self.data.facts(),
-            "left_out": {}
-            if self.strict_loading
-            else left_out(self.model, checkpoint["state_dict"], self.merged),
-        }
+        save_run(self, checkpoint, self.merged)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the planned number of rounds and the run's record.
@@ -472,34 +447,9 @@ class FederatedModule(Recorded, RunContext):
         Raises:
             ConfigurationError: The data differ, or no FederatedModule wrote the checkpoint.
         """
-        state = checkpoint.get("fl_lightning")
-        if state is None:
-            raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+        state = load_run(self, checkpoint, self._trainer, accept_data=self.accept_data)
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        locate(checkpoint.get("callbacks"), self._trainer and self._trainer.ckpt_path)
-        self.total_rounds, self._parts = state["total_rounds"], state["parts"]
-        self.record = RunRecord()
-        self.record.load_state_dict(state["record"])
-        self._left_out = state["left_out"]
-        self.evaluation.kept = state["kept"]
-        if self._trainer is not None:
-            self._check_data(checkpoint["global_step"])
-        self.client.load(checkpoint)
-
-    def _check_data(self, round_number: int) -> None:
-        """Check that the run's data equal the data of the loaded checkpoint.
-
-        An evaluation checks only data that are drawn from the clients' samples or scaled by them.
-        """
-        trainer = self.trainer
-        path, command = str(trainer.ckpt_path), trainer.state.fn
-        if command == TrainerFn.FITTING:
-            digests = self.data.fingerprint()
-            self.record.go_on_with(digests, path, round_number, accept=self.accept_data)
-        elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
-            split = data.fit_split if command == TrainerFn.VALIDATING else "test"
-            predicts = command == TrainerFn.PREDICTING
-            self.record.evaluate_on(data, split, path, accept=self.accept_data, predicts=predicts)
+        self._parts, self._left_out = state["parts"], state["left_out"]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Return the state of the server model. Other state of this module is not included."""
@@ -586,70 +536,43 @@ class FederatedModule(Recorded, RunContext):
         self.seed_evaluation_data()
 
     def on_validation_epoch_start(self) -> None:
-        """Start an evaluation of the server model, and measure its duration."""
+        """Start an evaluation of the server model."""
         self.seed_evaluation_data()
-        self._evaluation_started = time.perf_counter()
-        self._batches_before, _ = self._progress()
-        self.client.start_evaluation()
-        self.evaluation.start()
+        self._loop = EvaluationLoop(self)
 
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of the evaluation. An evaluation before training is logged as round 0."""
-        metrics = self._evaluated(self.data.fit_split)
+        metrics = self._loop.finish(self.data.fit_split)
         if self.trainer.sanity_checking:
             line = {**self.record.finish_line(0), **metrics}
             if self.trainer.num_sanity_val_steps == float("inf") and not self.trainer.global_step:
                 self.record.write(line, self.trainer.loggers)
         else:
-            self._log_evaluation(metrics)
-            if self.trainer.state.fn == TrainerFn.FITTING:
-                self.log_numbers({"time/evaluation_s": time.perf_counter() - self._evaluation_started})
+            self._loop.log(metrics)
 
     def on_test_epoch_end(self) -> None:
         """Log the test metrics."""
-        self._log_evaluation(self._evaluated("test"))
-
-    def _log_evaluation(self, metrics: Mapping[str, float]) -> None:
-        shown = self.evaluation.shown
-        for name, value in metrics.items():
-            self.log(name, value, prog_bar=shown is None or name in shown, add_dataloader_idx=False)
+        self._loop.log(self._loop.finish("test"))
 
     def on_predict_epoch_end(self) -> None:
         """Check that all batches have predictions."""
         loop = self.trainer.predict_loop
         check_evaluated(loop.batch_progress.current.completed, sum(loop.max_batches))
 
-    def _progress(self) -> tuple[int, float]:
-        """Return how many batches Lightning has evaluated so far, and how many an evaluation has."""
-        trainer = self.trainer
-        loop = trainer.test_loop if trainer.testing else trainer.validate_loop
-        if trainer.state.fn == TrainerFn.FITTING:
-            loop = trainer.fit_loop.epoch_loop.val_loop
-        return loop.batch_progress.total.completed, sum(loop.max_batches)
-
-    def _evaluated(self, prefix: str) -> dict[str, float]:
-        batches, length = self._progress()
-        check_evaluated(batches - self._batches_before, length)
-        metrics = self.evaluation.finish()
-        self.record.diverge(self.trainer.global_step, self.evaluation.diverged)
-        return {self.client.metric_name(prefix, name): value for name, value in metrics.items()}
-
     def _check_first_steps(self) -> None:
         self.client.trial()
-        if (
-            self.client.uses_copies
-            and type(self.executor) is SequentialExecutor
-            and self.joint_method is None
-        ):
-            return  # a copy computes as plain PyTorch does
-        try:
+        if not self.client.uses_copies:
             check_first_steps(self)
+            return
+        alone = type(self.executor) is SequentialExecutor and self.joint_method is None
+        if alone and not self.executor.compilation.compiled:
+            return  # this is what would be compared with
+        try:
+            compare_with_copies(self)
         except ConfigurationError as error:
-            chosen = self.chooses_executor and self.client.logs_itself and self.joint_method is None
-            if not chosen or type(self.executor) is SequentialExecutor:
+            if alone or not self.chooses_executor or self.joint_method is not None:
                 raise
             self.print(f"clients one after the other: {error}")
             self.executor = SequentialExecutor()
-            check_first_steps(self)

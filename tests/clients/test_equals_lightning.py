@@ -12,13 +12,18 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from tests.support.lightning_sites import FEATURES
+from tests.support.lightning_sites import CLASSES, FEATURES, federated, sites
 from tests.support.plain_lightning import (
     Small,
     check_equals_lightning,
+    check_tensors,
     equal_or_refused,
+    lightning_rounds,
+    new,
     squares,
+    tensors,
 )
 
 pytestmark = pytest.mark.first_steps
@@ -108,7 +113,16 @@ class UnusedLayer(Small):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
+class Orthogonal(Small):
+    """An optimizer of matrices, which cannot train stacked clients."""
+
+    def configure_optimizers(self):
+        return torch.optim.Muon([p for p in self.net.parameters() if p.ndim == 2], lr=0.1)
+
+
 OPTIMIZERS = [
+    Orthogonal,
+    optimized_by(torch.optim.Adafactor, lr=0.1),
     optimized_by(torch.optim.AdamW, lr=0.1, weight_decay=0.1),
     optimized_by(torch.optim.RMSprop, lr=0.1, momentum=0.9),
     optimized_by(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
@@ -268,6 +282,26 @@ class CachedMethod(ParametersInList):
         return self.scale(self.factor) * squares(self.decayed)
 
 
+class LeavesOutOfFiles(ParametersInList):
+    """Its files lack what the module holds besides its tensors."""
+
+    strength = 0.1
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "decayed": None}
+
+
+class WithSlots(Small):
+    __slots__ = ("strength",)
+
+    def __init__(self):
+        super().__init__()
+        self.strength = 0.1
+
+    def penalty(self, batch):
+        return self.strength * squares(self.net.parameters())
+
+
 class TrainersModel(Small):
     """The optimizer of a well-known template of projects."""
 
@@ -340,6 +374,8 @@ class Traced(Small):
 
 
 ELSEWHERE = [
+    LeavesOutOfFiles,
+    WithSlots,
     ParametersInTuple,
     ParametersInSet,
     ParametersInSlots,
@@ -597,9 +633,58 @@ def test_the_old_weight_norm_equals_lightning_or_is_refused():
 )
 def test_draws_that_start_late_equal_lightning_or_are_refused_under_vmap(kind):
     with equal_or_refused("draws random numbers of (NumPy|Python)"):
-        check_equals_lightning(kind, steps=3, exact=False, executor=VectorizedExecutor())
+        check_equals_lightning(kind, steps=3, tolerance=None, executor=VectorizedExecutor())
 
 
 def test_a_hook_before_the_optimizers_step_equals_lightning_or_is_refused():
     with equal_or_refused("hooks of the optimizer's step"):
         check_equals_lightning(OptimizerWithPreHook)
+
+
+class ChannelsLast(Small):
+    """Other kernels of convolutions round in another way."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)]
+        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, CLASSES)).to(
+            memory_format=torch.channels_last
+        )
+
+    def training_step(self, batch, batch_idx):
+        images = batch[0].reshape(-1, 1, 2, 3).to(memory_format=torch.channels_last)
+        return cross_entropy(self.net(images), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_tensors_in_channels_last_equal_lightning():
+    check_equals_lightning(ChannelsLast, tolerance=1e-6)
+
+
+class CallsItself(Small):
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+def test_copies_have_one_compiled_code_and_equal_lightning(monkeypatch):
+    compiled, calls, compiler = [], [], torch.compile
+
+    def counting(graph, inputs):
+        compiled.append(graph)
+        return lambda *given: (calls.append(1), graph.forward(*given))[1]
+
+    monkeypatch.setattr("fl_lightning.execution.compiling._trouble", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **kw: compiler(function, backend=counting, **kw))
+    torch._dynamo.reset()
+    settings = {"data": sites(), "executor": SequentialExecutor(compile=True)}
+    run = federated(new(CallsItself, torch.float64), rounds=3, **settings)
+    expected = lightning_rounds(CallsItself, 3, dtype=torch.float64)[1]
+    check_tensors(tensors(run.model), expected, 1e-9, "server")
+    two_clients, two_steps = 2, 2
+    assert len(compiled) == 1
+    assert len(calls) == (3 + 1) * two_clients * two_steps  # and the check before round 1

@@ -393,9 +393,10 @@ def test_after_a_run_the_module_is_lightnings_again():
 def test_tensors_of_steps_may_be_kept_one_client_after_the_other():
     run = federated(KeepsLosses(), rounds=2)
     assert run.metrics["mean_of_losses"] == pytest.approx(run.metrics["train_loss"], abs=1e-12)
-    with pytest.raises(
-        ConfigurationError, match="KeepsLosses keeps a tensor of a step in the attribute 'losses'"
-    ):
+    words = (
+        "a step of KeepsLosses appends to 'losses', which all clients share under VectorizedExecutor; use S"
+    )
+    with pytest.raises(ConfigurationError, match=words):
         federated(KeepsLosses(), rounds=2, executor=VectorizedExecutor())
 
 
@@ -407,7 +408,10 @@ def test_a_chosen_executor_that_cannot_compute_several_clients_is_replaced(monke
     monkeypatch.setattr("fl_lightning.round.module.choose_executor", choose)
     run = federated(KeepsLosses(), rounds=2)
     assert type(run.executor).__name__ == "SequentialExecutor"
-    assert "clients one after the other: model: KeepsLosses keeps a tensor" in capsys.readouterr().out
+    assert (
+        "clients one after the other: model: round 1: a step of KeepsLosses appends to 'losses'"
+        in capsys.readouterr().out
+    )
     assert type(federated(Lit(), rounds=1).executor).__name__ == "VectorizedExecutor"
 
 

@@ -21,6 +21,7 @@ from fl_lightning import (
     Run,
     callbacks,
 )
+from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.testing import ClientStates
 from tests.support.lightning_sites import KeepsLosses, Lit, Site, federated, sites
 from tests.support.plain_lightning import (
@@ -348,24 +349,75 @@ class WeakLayer(Counter):
         return 0.1 * squares(self.layers[0].parameters())
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (CounterInArray, "steps_taken"),
-        (CounterInClosure, "steps_taken"),
-        (CounterInHyperparameters, "steps_taken"),
-        (LateBuffer, "center"),
-        (BufferToNone, "center"),
-        (Counter, "steps_taken"),
-        (OwnGenerator, "noise"),
-        (CounterFromRound2, "steps_taken"),
-        (CounterInDict, "steps_taken"),
-        (CounterInHelper, "steps_taken"),
-        (CounterInSubmodule, "steps_taken"),
-        (CounterAfterStep, "steps_taken"),
-        (OwnNumpyGenerator, "noise"),
-    ],
-)
+class SlotInModule(Counter):
+    __slots__ = ("taken",)
+
+    def __init__(self):
+        super().__init__()
+        self.taken = 0
+
+    def count(self):
+        self.taken += 1
+
+    def steps(self):
+        return self.taken
+
+
+CHANGED = [
+    (SlotInModule, "taken"),
+    (CounterInArray, "steps_taken"),
+    (CounterInClosure, "steps_taken"),
+    (CounterInHyperparameters, "steps_taken"),
+    (LateBuffer, "center"),
+    (BufferToNone, "center"),
+    (Counter, "steps_taken"),
+    (OwnGenerator, "noise"),
+    (CounterFromRound2, "steps_taken"),
+    (CounterInDict, "steps_taken"),
+    (CounterInHelper, "steps_taken"),
+    (CounterInSubmodule, "steps_taken"),
+    (CounterAfterStep, "steps_taken"),
+    (OwnNumpyGenerator, "noise"),
+]
+
+
+class Timer(Counter):
+    """Measures its steps, which no number of the run depends on."""
+
+    fresh_each_round = ("steps_taken",)
+
+    def penalty(self, batch):
+        self.count()
+        return 0.0
+
+
+def test_an_attribute_that_the_class_names_starts_anew_in_each_round():
+    run = federated(new(Timer), rounds=3)
+    assert run.model.steps_taken == 0
+    with pytest.raises(ConfigurationError, match="'steps_taken', which all clients share under Vectorized"):
+        federated(new(Timer), rounds=3, executor=VectorizedExecutor())  # does not start it anew
+
+
+class SetsModes(Small):
+    def penalty(self, batch):
+        self.net[1].eval()
+        return 0.0
+
+
+def test_a_step_that_sets_modes_is_refused_with_a_remedy():
+    words = r"attribute 'net.1.training', .*; call train\(\) and eval\(\) in __init__, or freeze .* by FixBN"
+    with pytest.raises(ConfigurationError, match=words):
+        federated(new(SetsModes), rounds=1)
+
+
+def test_a_sparse_buffer_is_refused_by_name():
+    module = Small()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigurationError, match="the buffer 'graph' is sparse"):
+        FederatedModule(module, local_steps=1)
+
+
+@pytest.mark.parametrize(("kind", "name"), CHANGED)
 def test_numbers_and_generators_that_steps_change_are_refused_by_name(kind, name):
     where = rf"(?=.*round {kind.first_round})(?=.*site 0)" if getattr(kind, "first_round", 1) > 1 else ""
     with pytest.raises(ConfigurationError, match=rf"(?s)(?=.*{name}){where}"):

@@ -46,7 +46,7 @@ _LAYERS: dict[str, type[nn.Module]] = {
 
 def method_name(module: FederatedModule, callbacks: Sequence[Declarations]) -> str:
     """Describe server optimizer and callbacks, such as ``FedAvg + FixBN(freeze_round=9)``."""
-    optimizer = module.server_optimizer([torch.zeros(1)])
+    optimizer = module.server_optimizer([torch.zeros(1, 1)])
     settings = optimizer.param_groups[0]
     base = f"server {type(optimizer).__name__}(lr={settings['lr']:g})"
     if isinstance(optimizer, torch.optim.SGD):
@@ -68,7 +68,7 @@ def identity(module: FederatedModule) -> dict[str, object]:
     base = method_name(module, []).partition("(")[0]
     partition = module.data.describe_partition()
     steps = f"E{module.local_steps}" if module.local_steps is not None else f"E{module.local_epochs}epochs"
-    rate = f"lr{module.client.optimizer([torch.zeros(1)]).defaults['lr']:g}"
+    rate = f"lr{module.client.optimizer([torch.zeros(1, 1)]).defaults['lr']:g}"
     method = "+".join([base, *map(describe, methods)])
     return {
         "name": "-".join([method, data, partition.partition("(")[0], steps, rate, f"s{module.seed}"]),

@@ -1,0 +1,79 @@
+"""What a run adds to Lightning's checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from fl_lightning.client_data.federated import FederatedDataModule
+from fl_lightning.clients.left_out import left_out
+from fl_lightning.cohort.client_memory import locate, saved
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.round.context import RunContext
+from fl_lightning.round.record import RunRecord
+
+
+def save_run(run: RunContext, checkpoint: dict[str, Any], merged: Mapping[str, Tensor]) -> None:
+    """Add a run to a checkpoint.
+
+    Args:
+        run: The run.
+        checkpoint: The checkpoint.
+        merged: Tensors that the model's ``eval()`` has changed, with their values in training.
+    """
+    state = checkpoint["state_dict"]
+    state |= {name: value for name, value in merged.items() if name in state}
+    checkpoint["callbacks"] = saved(checkpoint.get("callbacks", {}))
+    run.client.save(checkpoint)
+    checkpoint["fl_lightning"] = {
+        "total_rounds": run.total_rounds,
+        "parts": run.parts,
+        "record": run.record.state_dict(),
+        "kept": run.evaluation.kept,
+        "data": run.data.facts(),
+        "left_out": {} if run.strict_loading else left_out(run.model, state, merged),
+    }
+
+
+def load_run(
+    run: RunContext, checkpoint: dict[str, Any], trainer: Any, *, accept_data: bool
+) -> dict[str, Any]:
+    """Load a run from a checkpoint, and return what :func:`save_run` has added.
+
+    Args:
+        run: The run.
+        checkpoint: The checkpoint.
+        trainer: The run's trainer; None if the checkpoint is loaded without one.
+        accept_data: Whether the data may differ from those of the checkpoint.
+
+    Raises:
+        ConfigurationError: The data differ, or no FederatedModule wrote the checkpoint.
+    """
+    state: dict[str, Any] | None = checkpoint.get("fl_lightning")
+    if state is None:
+        raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+    locate(checkpoint.get("callbacks"), trainer and trainer.ckpt_path)
+    run.total_rounds = state["total_rounds"]
+    run.record = RunRecord()
+    run.record.load_state_dict(state["record"])
+    run.evaluation.kept = state["kept"]
+    if trainer is not None:
+        _check_data(run, checkpoint["global_step"], accept=accept_data)
+    run.client.load(checkpoint)
+    return state
+
+
+def _check_data(run: RunContext, round_number: int, *, accept: bool) -> None:
+    """Check that the run's data equal the data of the loaded checkpoint.
+
+    An evaluation checks only data that are drawn from the clients' samples or scaled by them.
+    """
+    trainer = run.trainer
+    path, command = str(trainer.ckpt_path), trainer.state.fn
+    if command == TrainerFn.FITTING:
+        run.record.go_on_with(run.data.fingerprint(), path, round_number, accept=accept)
+    elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
+        split = data.fit_split if command == TrainerFn.VALIDATING else "test"
+        predicts = command == TrainerFn.PREDICTING
+        run.record.evaluate_on(data, split, path, accept=accept, predicts=predicts)
