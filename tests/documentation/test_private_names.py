@@ -23,7 +23,7 @@ IMPORTED = {
     "lightning.pytorch.core.optimizer._configure_schedulers_automatic_opt": "clients/configured_optimizer",
     "lightning.pytorch.strategies.launchers.launcher._Launcher": "execution/fork",
     "torch._C._functorch.TransformType": "batch_norm/stacked",
-    "torch._C._functorch.is_batchedtensor": "batch_norm/stacked client_data/batches round/first_steps",
+    "torch._C._functorch.is_batchedtensor": "batch_norm/stacked client_data/batches clients/changes round/first_steps",
     "torch._C._functorch.peek_interpreter_stack": "batch_norm/stacked clients/lightning_module",
     "torch._dynamo.config.patch": "execution/compiling",
     "torch._dynamo.exc.FailOnRecompileLimitHit": "execution/compiling",
@@ -45,7 +45,7 @@ IMPORTED = {
     "torch.utils._pytree.tree_flatten_with_path": "cohort/client_memory ranks verification/comparison verification/memory",
     "torch.utils._pytree.tree_leaves": "client_data/batches client_data/federated client_data/loaders clients/changes clients/task execution/graphs execution/vectorized round/first_steps",
     "torch.utils._pytree.tree_map": "client_data/batches cohort/client_memory execution/vectorized verification/memory",
-    "torch.utils._pytree.tree_map_only": "clients/lightning_module",
+    "torch.utils._pytree.tree_map_only": "clients/lightning_module round/against_copies",
     "torch.utils._pytree.tree_map_with_path": "verification/memory",
     "torch.utils._pytree.tree_unflatten": "client_data/batches execution/graphs",
 }
