@@ -64,9 +64,10 @@ def additions(
             return
         if together and (first is _MISSING or first is None or isinstance(first, Tensor)):
             if any(isinstance(leaf, Tensor) and is_batchedtensor(leaf) for leaf in tree_leaves(second)):
-                raise _changed(server, name, words, together)
-            if isinstance(first, Tensor) and _has_changed(first, second):
-                raise _changed(server, name, words, together)
+                raise changed(server, name, words, together)
+            alike = isinstance(first, Tensor) and isinstance(second, Tensor) and first.shape == second.shape
+            if alike and not same_values(second, first):  # of another shape, caches of masks grow
+                raise changed(server, name, words, together)
         if isinstance(second, _APART_TYPES) or (first is _MISSING and _is_cache(second)):
             return
         if name in own and not isinstance(second, Optimizer):
@@ -91,7 +92,7 @@ def additions(
                 compare(f"{name}.{key}", getattr(first, key, _MISSING), getattr(second, key, _MISSING))
             for key in second._buffers.keys() - second._non_persistent_buffers_set:
                 if first._buffers.get(key) is None and second._buffers[key] is not None:
-                    raise _changed(server, f"{name}.{key}", words, together)
+                    raise changed(server, f"{name}.{key}", words, together)
             for child, part in first._modules.items():
                 compare(f"{name}.{child}", part, second._modules.get(child, _MISSING))
             return
@@ -101,7 +102,7 @@ def additions(
         known, found = _inside(first, labels), _inside(second, labels)
         if type(first) is not type(second) or known is None or found is None:
             if not _equal(first, second):
-                raise _changed(server, name, words, together)
+                raise changed(server, name, words, together)
             return
         for key in {**known, **found}:
             if key in known and key in found:
@@ -109,7 +110,7 @@ def additions(
             elif _is_new_list(first, key, known, found):
                 added[name + key] = found[key]
             elif key in known:
-                raise _changed(server, name + key, words, together)
+                raise changed(server, name + key, words, together)
             else:
                 compare(name + key, _MISSING, found[key])
 
@@ -205,15 +206,19 @@ def _is_cache(value: Any) -> bool:
     return all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(value))
 
 
-def _has_changed(first: Tensor, second: Any) -> bool:
-    if not isinstance(second, Tensor) or first.shape != second.shape:
-        return False  # as caches of masks, which grow with the lengths of batches
+def same_values(first: Any, second: Any) -> bool:
+    """Return whether two attributes are the same tensor by shape and values, or both are no tensor."""
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return not isinstance(first, Tensor) and not isinstance(second, Tensor)
+    if is_batchedtensor(first) or first.shape != second.shape:
+        return False
     with suppress(RuntimeError):  # of tensors without values
-        return not torch.equal(first.nan_to_num(), second.to(first).nan_to_num())
-    return False
+        return torch.equal(first.nan_to_num(), second.to(first).nan_to_num())
+    return True
 
 
-def _changed(server: nn.Module, name: str, words: str, together: str) -> ConfigurationError:
+def changed(server: nn.Module, name: str, words: str, together: str) -> ConfigurationError:
+    """Return the error about a changed attribute, see :func:`additions`."""
     why = "which would start anew in the next round"
     remedy = (
         "log the value, keep it in a buffer (register_buffer), or name it in fresh_each_round of the class"

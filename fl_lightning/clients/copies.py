@@ -1,16 +1,19 @@
 """The copies of a LightningModule that are the clients of a round."""
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.clients.changes import HOOKS, additions
+from fl_lightning.clients.changes import HOOKS, additions, changed, same_values
 from fl_lightning.clients.configured_optimizer import configured
 from fl_lightning.clients.metric_states import MetricObjects
 from fl_lightning.clients.template import Template
@@ -95,24 +98,83 @@ def whole_copy(task: Any, tensors: Mapping[int, Tensor], dtype: torch.dtype | No
     return ClientCopy(module, dict(module.named_parameters()), {}, ())
 
 
+class SharedTensors:
+    """Parameters and buffers that all clients share, as no step changes them.
+
+    Args:
+        module: The server's module.
+        cohort: The clients.
+    """
+
+    def __init__(self, module: nn.Module, cohort: RoundCohort) -> None:
+        own = {*cohort.params, *cohort.buffers}
+        named = (*module.named_parameters(), *module.named_buffers())
+        self.tensors = {name: tensor for name, tensor in named if name not in own}
+        self._digests = {name: digest(tensor) for name, tensor in self.tensors.items()}
+
+    def refuse_changed(self, place: str) -> None:
+        """Refuse a change of a shared tensor.
+
+        Args:
+            place: Words for the round.
+
+        Raises:
+            ConfigurationError: A tensor has changed.
+        """
+        for name in (name for name, tensor in self.tensors.items() if digest(tensor) != self._digests[name]):
+            raise ConfigurationError(
+                f"model: {place}: a client's step changes {name!r} of the server's model, as a parameter without gradient is shared; "
+                "make it a buffer (register_buffer), which every client has a copy of"
+            )
+
+
 class Traces:
     """Finds what steps of several clients at once change in the module that the clients share.
 
     Args:
         task: What a client computes.
+        cohort: The clients.
+        place: Words for the round.
+        together: What computes the clients.
     """
 
-    def __init__(self, task: Any) -> None:
+    def __init__(self, task: Any, cohort: RoundCohort, place: str, together: str) -> None:
+        self._place, self._together = place, together
         own = {id(x): x for x in (*task.module.parameters(), *task.module.buffers())}
         self._module, self._before = task.module, whole_copy(task, own).module
         self._layers = _layers(self._module)
+        self._shared = SharedTensors(task.module, cohort)
+        self._caches: dict[tuple[str, str], dict[Any, Any]] = {}
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Compute in this block. What methods change outside of the block is no trace."""
+    def step(self, shapes: Any) -> Iterator[None]:
+        """Compute in this block. What methods change outside of the block is no trace.
+
+        If the block fails, the attributes are as before.
+
+        Args:
+            shapes: Shapes of the batch. For each, a cache must keep its values.
+        """
         self._follow()
-        yield
-        self._layers = _layers(self._module)
+        parts = [x for part in self._module.modules() for x in (vars(part), *vars(part).values())]
+        held = [(x, shallow_copy(x)) for x in parts if type(x) in (dict, OrderedDict, list, set, deque)]
+        try:
+            yield
+        except BaseException:
+            for store, entries in held:
+                store.clear()
+                (store.update if isinstance(store, dict | set) else store.extend)(entries)
+            raise
+        before, self._layers = self._layers, _layers(self._module)
+        for name, now in self._layers.items():
+            for key, value in now.attributes.items():
+                if isinstance(value, Tensor) and value is not before[name].attributes.get(key):
+                    self._caches.setdefault((name, key), {})
+        for (name, key), of_shapes in self._caches.items():
+            value = self._layers[name].attributes.get(key)
+            if shapes in of_shapes and not same_values(value, of_shapes[shapes]):
+                raise changed(self._module, f"{name}.{key}", self._place, self._together)
+            of_shapes[shapes] = value if value is None or is_batchedtensor(value) else value.detach().clone()
 
     def _follow(self) -> None:
         before, self._layers = self._layers, _layers(self._module)
@@ -120,21 +182,18 @@ class Traces:
             if not now.is_as(before[name]):
                 _follow(self._before.get_submodule(name), before[name], now)
 
-    def refuse(self, place: str, together: str) -> None:
+    def refuse(self) -> None:
         """Check that the steps have changed no attribute. A tensor that was missing or None is a cache.
-
-        Args:
-            place: Words for the round.
-            together: What has computed the clients.
 
         Raises:
             ConfigurationError: An attribute has changed.
         """
         self._follow()
-        for name in additions(self._before, self._module, (), place, together):
+        self._shared.refuse_changed(self._place)
+        for name in additions(self._before, self._module, (), self._place, self._together):
             raise ConfigurationError(
-                f"model: {place}: a step of {type(self._module).__name__} appends to {name!r}, which all clients share under {together}; "
-                "use SequentialExecutor"
+                f"model: {self._place}: a step of {type(self._module).__name__} appends to {name!r}, which all clients share under "
+                f"{self._together}; use SequentialExecutor"
             )
 
 
@@ -150,25 +209,21 @@ class Copies:
         self._module, self.clients, self._fresh = task.module, cohort.client_ids, task.fresh
         self._rows = cohort.params  # held, as its identity stands for these copies
         server = {**dict(task.module.named_parameters()), **dict(task.module.named_buffers())}
-        rows = {*cohort.params, *cohort.buffers}
-        self._untrained = {name: tensor for name, tensor in server.items() if name not in rows}
-        self._digests = self._of_untrained()
-        untrained = {id(tensor): tensor for tensor in self._untrained.values()}
+        self._shared = SharedTensors(task.module, cohort)
+        untrained = {id(tensor): tensor for tensor in self._shared.tensors.values()}
         template = Template(task.module, task.shared_by_copies(), task.hooks_of_methods())
         self.of_row: list[ClientCopy] = []
         for row in range(len(cohort)):
             parameters, buffers = cohort.params.row(row), cohort.buffers.row(row)
-            tensors: dict[str, Tensor] = {n: nn.Parameter(x.detach()) for n, x in parameters.items()}
+            # data, not detach: a write to one view would be a write to all for the backward pass
+            tensors: dict[str, Tensor] = {n: nn.Parameter(x.data) for n, x in parameters.items()}
             for name, view in buffers.items():
                 is_parameter = isinstance(server[name], nn.Parameter)
-                tensors[name] = nn.Parameter(view.detach(), False) if is_parameter else view.detach()
+                tensors[name] = nn.Parameter(view.data, False) if is_parameter else view.data
             copy = template.copy(untrained | {id(server[name]): x for name, x in tensors.items()})
             copy.trainer = task.module.trainer
             self.of_row.append(ClientCopy(copy, tensors, {**parameters, **buffers}, cohort.trained_names))
         self._layers = _layers(task.module)
-
-    def _of_untrained(self) -> dict[str, str]:
-        return {name: digest(tensor) for name, tensor in self._untrained.items()}
 
     def additions(
         self, named: Callable[[int], str], place: str
@@ -187,12 +242,7 @@ class Copies:
             words = f"{place}, {named(client)}"
             own = copy.own_attributes | self._fresh
             yield client, additions(self._module, copy.module, own, words)
-        after = self._of_untrained()
-        for name in (name for name, value in self._digests.items() if after[name] != value):
-            raise ConfigurationError(
-                f"model: {place}: a client's step changes {name!r} of the server's model, as a parameter without gradient is shared; "
-                "make it a buffer (register_buffer), which every client has a copy of"
-            )
+        self._shared.refuse_changed(place)
 
     def follow(self) -> None:
         """Make the changes to the copies that methods have made to the server's layers since."""

@@ -49,8 +49,7 @@ class CopiesOptimizer:
 
     def _configured(self, copy: ClientCopy) -> Optimizer:
         if self._make is not None:
-            copy.optimizer = self._make([*copy.trained.values()])
-            return copy.optimizer
+            return self._make([*copy.trained.values()])
         with self._task.acting(copy):
             return copy.configure()
 

@@ -5,13 +5,13 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fl_lightning.batch_norm.kinds import moved_by_steps
 from fl_lightning.batch_norm.layers import batch_norm_layers
@@ -141,6 +141,7 @@ class LightningModuleTask(ClientTask):
         self._copies: dict[int, Copies] = {}
         self._servers: dict[int, ServerTensors] = {}
         self._traces: Traces | None = None
+        self._at_once = False
 
     def take_settings(self, given: ClientSettings) -> None:
         """Refuse settings that the module decides.
@@ -175,7 +176,8 @@ class LightningModuleTask(ClientTask):
     def optimizer_in_use(self) -> Optimizer:
         """The optimizer of the client whose step is computed, else that of the server's module."""
         own = self._copy and self._copy.optimizer
-        return own or self.configured.template
+        template = self.configured.template
+        return own or (cast(Optimizer, _Settings(template)) if self._at_once else template)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Return a new client optimizer, with the defaults of the module's optimizer."""
@@ -376,13 +378,13 @@ class LightningModuleTask(ClientTask):
     @contextmanager
     def _passing(self) -> Iterator[None]:
         """Let a copy with the same tensors act, so that a pass changes no other attribute."""
-        tensors = {id(x): x for x in (*self.module.parameters(), *self.module.buffers())}
-        copy = whole_copy(self, tensors)
+        layers = batch_norm_layers(self.module)
+        shared = (*self.module.parameters(), *(x for layer in layers.values() for x in layer.buffers()))
+        copy = whole_copy(self, {id(x): x for x in shared})
         with self.acting(copy):
             yield
-        for own, copied_part in zip(self.module.modules(), copy.module.modules(), strict=True):
-            own._parameters.update(copied_part._parameters)  # a pass may have replaced some
-            own._buffers.update(copied_part._buffers)
+        for name, layer in layers.items():  # in which methods measure
+            layer._buffers.update(copy.module.get_submodule(name)._buffers)
 
     def logged(self) -> dict[str, Tensor]:
         """Return the values that the last :meth:`client_loss` has logged, so that vmap can stack them.
@@ -441,7 +443,7 @@ class LightningModuleTask(ClientTask):
         self._part, self._copies, self._servers = cohort.part().params, {}, {}
         self._traces = None
         if not alone or self.run.joint_method is not None:
-            self.watch()
+            self.watch(cohort)
         if alone:
             cohort.client_optimizer = CopiesOptimizer(self, cohort, optimizer)
 
@@ -455,11 +457,18 @@ class LightningModuleTask(ClientTask):
         return self._server_of(cohort).hidden()
 
     @contextmanager
-    def together(self, cohort: RoundCohort) -> Iterator[None]:
-        """Let the server's tensors hold NaN in this block, as a step in slots must not read them."""
-        traces = nullcontext() if self._traces is None else self._traces.step()
-        with traces, self._server_of(cohort).hidden():
-            yield
+    def together(self, cohort: RoundCohort, batch: Any) -> Iterator[None]:
+        """Refuse to read the server's tensors in this block, and watch what steps in slots change."""
+        shapes = tuple(tuple(x.shape) for x in tree_leaves(batch) if isinstance(x, Tensor))
+        traces = nullcontext() if self._traces is None else self._traces.step(shapes)
+        joint = self.run.joint_method
+        remedy = f"leave out {joint}" if joint else "use SequentialExecutor, which gives each client a copy"
+        before, self._at_once = self._at_once, True
+        try:
+            with traces, self._server_of(cohort).unread(remedy):
+                yield
+        finally:
+            self._at_once = before
 
     def _server_of(self, cohort: RoundCohort) -> ServerTensors:
         key = id(cohort.params)
@@ -469,7 +478,7 @@ class LightningModuleTask(ClientTask):
 
     def pass_in_slots(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a client's loss, gradients and buffers in the server's module, with the client's tensors."""
-        with self.together(cohort):
+        with self.together(cohort, batch):
             return super().pass_in_slots(cohort, row, batch)
 
     def pass_alone(self, cohort: RoundCohort, row: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -541,28 +550,18 @@ class LightningModuleTask(ClientTask):
         finally:
             vars(self).update(before)
 
-    def reads_server(self, cohort: RoundCohort, batch: Any) -> bool:
-        """Return whether the loss is finite only with the server's tensors, which are hidden in local steps."""
-        tensors = {**cohort.server_parameters, **cohort.server_buffers}
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        finite = []
-        for hiding in (nullcontext(), self._server_of(cohort).hidden()):
-            with isolated(), hiding, self.slots.filled(tensors):
-                finite.append(bool(self.losses(copied(batch))[0].isfinite()))
-        return finite == [True, False]
-
     def _moves(self, name: str, parameter: Tensor) -> bool:
         return parameter.requires_grad or name in self._moved
 
-    def watch(self) -> None:
+    def watch(self, cohort: RoundCohort) -> None:
         """Watch what the next steps of several clients at once change in the module."""
-        self._traces = Traces(self)
+        together = self.run.joint_method or type(self.run.executor).__name__
+        self._traces = Traces(self, cohort, f"round {self.run.round}", together)
 
     def refuse_traces(self) -> None:
         """Check that the watched steps have changed no attribute that the clients share."""
         if self._traces is not None:
-            together = self.run.joint_method or type(self.run.executor).__name__
-            self._traces.refuse(f"round {self.run.round}", together)
+            self._traces.refuse()
 
     def begin_steps(self, cohort: RoundCohort) -> None:
         """Set the settings of the client optimizers that schedulers change."""
@@ -723,6 +722,18 @@ class LightningModuleTask(ClientTask):
         function = getattr(self.module, step)
         inner = getattr(function, "__func__", None)
         return function(batch, *numbers[: _accepted(inner or function, 2 if inner else 1)])
+
+
+class _Settings:
+    """An optimizer of several clients at once, whose settings can be read."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        raise CannotVectorize(
+            f"model: a step reads {name!r} of its optimizer, which clients at once do not have; use SequentialExecutor"
+        )
 
 
 @cache

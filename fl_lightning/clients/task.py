@@ -306,7 +306,7 @@ class ClientTask:
         """Return a context in which clients compute one after the other."""
         return nullcontext()
 
-    def together(self, cohort: RoundCohort) -> AbstractContextManager[None]:
+    def together(self, cohort: RoundCohort, batch: Any) -> AbstractContextManager[None]:
         """Return a context in which clients compute with the server's model at once."""
         return nullcontext()
 
@@ -318,11 +318,7 @@ class ClientTask:
         """
         raise NotImplementedError
 
-    def reads_server(self, cohort: RoundCohort, batch: Any) -> bool:
-        """Return whether the loss of a client that computes in slots depends on the server's tensors."""
-        return False
-
-    def watch(self) -> None:
+    def watch(self, cohort: RoundCohort) -> None:
         """Watch what the next steps of several clients at once change in the model."""
 
     def refuse_traces(self) -> None:

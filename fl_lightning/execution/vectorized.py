@@ -136,7 +136,7 @@ class VectorizedExecutor(Executor):
 
         versions = {name: value._version for name, value in params.items()}
         drawn = python_states()
-        with task.together(cohort):
+        with task.together(cohort, batch), self._one_reason(task):
             with _numeric_momentum(task.model, buffers), StackedBatchNorm():
                 losses, objectives, updated, logged = torch.func.vmap(losses_and_buffers)(
                     params, buffers, batch
@@ -168,6 +168,21 @@ class VectorizedExecutor(Executor):
             cohort.buffers.write(index, block, updated)
         task.keeper()([cohort.client_ids[row] for row in rows], logged)
         return losses.detach()
+
+    @contextmanager
+    def _one_reason(self, task: ClientTask) -> Iterator[None]:
+        """Take any failure as a reason to compute clients one by one, which repeats a fault of the user's."""
+        try:
+            yield
+        except (ConfigurationError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not self.where_possible:
+                raise
+            line = str(error).partition("\n")[0]
+            raise CannotVectorize(
+                f"model {type(task.model).__name__} failed for several clients at once ({type(error).__name__}: {line})"
+            ) from error
 
 
 @contextmanager

@@ -166,7 +166,7 @@ class ClientOptimizer:
         if counts or (dampens and not self.initial_steps):
             raise ConfigurationError(
                 f"client_optimizer {type(self.torch).__name__}: parameter {name!r} has a gradient in some local steps only, and the steps of this optimizer depend on "
-                "their number; use SGD without dampening, or freeze the parameter"
+                "their number; use SGD without dampening, freeze the parameter, or train a LightningModule by SequentialExecutor"
             )
 
     def restore_steps(self, steps: Mapping[str, Tensor]) -> None:

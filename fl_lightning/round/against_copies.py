@@ -1,7 +1,7 @@
 """Check that an executor computes what the clients' own copies of a LightningModule compute."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,13 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.sequential import SequentialExecutor
-from fl_lightning.execution.vectorized import joint_executor
+from fl_lightning.execution.vectorized import VectorizedExecutor, joint_executor
 from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.first_steps import distance, refuse_gradient_hooks, rounding, sgd, step_rate
 from fl_lightning.round.policy import resolve_policy
 
-_STEPS = 2
+_STEPS, _OPTIMIZER_STEPS = 2, 10
 _MOST = 300_000_000
 """Largest number of parameters that are copied in float64."""
 
@@ -76,8 +76,20 @@ def compare_with_copies(run: RunContext) -> None:
                 raise
             dtype = None
             expected = _two_steps(run, [alone] * _STEPS, clients, batches, dtype)
-        first = joint_executor(run.joint_method) if run.joint_method else run.executor
-        found = _two_steps(run, [first, *[run.executor] * (_STEPS - 1)], clients, batches, dtype)
+        executor = copy(run.executor)
+        if run.chooses_executor and isinstance(executor, VectorizedExecutor):
+            executor.where_possible = False  # else copies, in all steps
+        first = joint_executor(run.joint_method) if run.joint_method else executor
+        try:
+            found = _two_steps(run, [first, *[executor] * (_STEPS - 1)], clients, batches, dtype)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # copies could compute the same steps
+            name = run.joint_method or type(run.executor).__name__
+            raise ConfigurationError(
+                f"model: {name} cannot compute a step of {type(run.model).__name__} for several clients at once ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0].rstrip('.')}); use SequentialExecutor"
+            ) from error
         _compare(run, expected, found, dtype, "a step reads or changes more than tensors of the client")
         if type(run.executor) is not SequentialExecutor:
             expected, found = (_optimizer_steps(run, clients, dtype, alone=alone) for alone in (True, False))
@@ -94,14 +106,13 @@ def _two_steps(
     """Return gradients, losses, tensors and logged values of the clients' local steps."""
     client = run.client
     found: dict[str, _Found] = {}
-    with client.trying(dtype), _numbers(dtype):
+    with client.trying(dtype):
         cohort = _cohort(run, clients, {}, None, sgd)
         alone = type(executors[-1]) is SequentialExecutor
         client.enter(cohort, alone=alone, optimizer=sgd)
         part, before, rate = cohort.part(), _tensors(cohort), 0.0
         for step, (executor, batch) in enumerate(zip(executors, batches, strict=True)):
             client.at_step(step)
-            client.watch()
             rows = part.begin_step(step)
             with doing(f"round {run.round}, local step {step + 1}"):
                 losses = executor.backward(client, part, batch.map(lambda x: _as(dtype, copied(x))), rows)
@@ -130,7 +141,7 @@ def _optimizer_steps(
 ) -> dict[str, _Found]:
     """Return the tensors after steps of the client optimizer on random gradients."""
     client = run.client
-    with client.trying(dtype), _numbers(dtype):
+    with client.trying(dtype):
         cohort = _cohort(run, clients, client.parameter_groups, client.group_of, client.optimizer)
         client.enter(cohort, alone=alone)
         part, before = cohort.part(), _tensors(cohort)
@@ -138,7 +149,7 @@ def _optimizer_steps(
             if settings.get("lr") == 0:  # a schedule may start from 0
                 settings["lr"] = 0.1
         torch.manual_seed(0)
-        for step in range(_STEPS):
+        for step in range(_OPTIMIZER_STEPS):
             part.begin_step(step)
             for block in part.trained_blocks:
                 part.grads.blocks[block].normal_()
@@ -164,23 +175,12 @@ def _cohort(
         round_number=run.round,
         client_ids=clients,
         weights=torch.ones(len(clients), dtype=torch.float64, device=run.device),
-        local_steps=[_STEPS] * len(clients),
+        local_steps=[_OPTIMIZER_STEPS] * len(clients),
         policy=policy,
         optimizer=optimizer,
         seed=run.seed,
     )
     return cohort
-
-
-@contextmanager
-def _numbers(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let new floating-point tensors be of a type."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _as(dtype: torch.dtype | None, batch: Any) -> Any:
@@ -224,12 +224,12 @@ def _compare(
         off = distance(value, found[name].value) if name in found else float("inf")
         # tensors that change only by rounding, such as a bias before BN, need the second and third term
         if off > allowed * (change + most[kind] / 100) + 10 * error * size:
-            executor = run.joint_method or type(run.executor).__name__
+            at_once = run.joint_method or type(run.executor).__name__
             share = f" by {off / change:.2g} of its change" if 0 < change < float("inf") > off else ""
             remedy = "use SequentialExecutor" if run.joint_method is None else f"leave out {run.joint_method}"
             if run.executor.compilation.compiled:
                 remedy = "set compile: false"
             raise ConfigurationError(
-                f"model: {name} differs{share} between {executor} and a client's own copy of {type(run.model).__name__}, as {reason}; {remedy} "
+                f"model: {name} differs{share} between {at_once} and a client's own copy of {type(run.model).__name__}, as {reason}; {remedy} "
                 "(model.check_first_steps: false trains without this check)"
             )

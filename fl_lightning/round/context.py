@@ -51,6 +51,7 @@ class RunContext(L.LightningModule):
     client: ClientTask
     client_lr_schedule: Callable[[int, int], float] | None
     executor: Executor
+    chooses_executor: bool
     aggregator: Aggregator
     statistics: StatisticsAggregator
     weighting: Weighting

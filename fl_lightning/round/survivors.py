@@ -1,7 +1,6 @@
 """Handling of non-finite updates, and of rounds with too few clients to aggregate."""
 
 from collections.abc import Mapping
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -48,11 +47,9 @@ def check_updates(run: RunContext, cohort: RoundCohort) -> tuple[RoundCohort, di
 
     Raises:
         Diverged: A client's update is not finite.
-        ConfigurationError: A client's update is not finite because its data are not finite, or its
-            loss is not finite because it reads the server's tensors.
+        ConfigurationError: A client's update is not finite because its data are not finite.
         RoundSkipped: Too few clients remain.
     """
-    _refuse_reading_server(run, cohort)
     failed = not_finite(cohort)
     if not failed:
         return cohort, {}
@@ -182,19 +179,6 @@ def _note(run: RunContext, cohort: RoundCohort, failed: Mapping[int, str], conse
                 f"(model.on_divergence: {run.on_divergence})"
             )
         counted[client] = counted.get(client, 0) + 1
-
-
-def _refuse_reading_server(run: RunContext, cohort: RoundCohort) -> None:
-    """Refuse a loss that is not finite since it reads the server's tensors, which hold NaN in local steps."""
-    losses = enumerate(cohort.losses.tolist()) if run.client.uses_copies else ()
-    for row in (row for row, loss in losses if not isfinite(loss)):
-        for step in range(cohort.local_steps[row]):
-            (batch,) = run.client_batches(cohort, [row], step).batches()
-            if run.client.reads_server(cohort, batch):
-                raise ConfigurationError(
-                    f"round {cohort.round}, {run.named(cohort.client_ids[row])}: the loss of {type(run.model).__name__} in local step {step + 1} reads "
-                    "a tensor of the server's model and not of the client's, by another way than self; use SequentialExecutor"
-                )
 
 
 def _error(run: RunContext, cohort: RoundCohort, row: int, layer: str) -> ConfigurationError:

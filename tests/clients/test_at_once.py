@@ -1,25 +1,39 @@
 """Clients that compute at once equal Lightning, or their copies compute one after the other, or the run is refused by name."""
 
 from copy import deepcopy
+from functools import lru_cache
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-from fl_lightning import ConfigurationError, FederatedCallback
-from fl_lightning.callbacks import FedTAN
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule
+from fl_lightning.callbacks import FedTAN, StaticBN, StatisticsSources
 from fl_lightning.execution.choice import Choice
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from tests.clients.test_equals_lightning import ELSEWHERE, FUNCTIONS, OPTIMIZERS, STEPS, optimized_by
 from tests.clients.test_state_elsewhere import CHANGED, HIDDEN_TEACHERS, TEACHERS, Counter
 from tests.support.helpers import distance
-from tests.support.lightning_sites import KeepsLosses, Lit, federated
-from tests.support.plain_lightning import Small, check_equals_lightning, equal_or_refused, new, squares
+from tests.support.lightning_sites import CLASSES, FEATURES, KeepsLosses, Lit, federated
+from tests.support.plain_lightning import (
+    EvaluatedAtOnce,
+    Small,
+    check_equals_lightning,
+    equal_or_refused,
+    new,
+    squares,
+    tensors,
+)
 
 pytestmark = [
     pytest.mark.first_steps,
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # of vmap
 ]
+
+
+EXECUTORS = [SequentialExecutor(), None]
 
 
 @pytest.fixture
@@ -89,25 +103,46 @@ class OtherOptimizerLater(OtherOptimizer):
         return [optimizer], schedulers
 
 
-class NeedsFloat32(PenaltyOfList):
-    """A step that float64 cannot compute."""
+class Padded(Small):
+    """Under vmap, torch masks the padding row of the first client alone."""
 
-    strength = 0.1
-
-    def penalty(self, batch):
-        return self.strength * squares(self.decayed) * (batch[0].float() @ self.half).mean()
+    strength = 1e-5
 
     def __init__(self):
         super().__init__()
-        self.half = torch.ones(6, dtype=torch.float32)
+        self.words = nn.Embedding(5, CLASSES, padding_idx=0)
+
+    def penalty(self, batch):
+        return self.strength * self.words(batch[0].mul(2).long().clamp(0, 4)).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class NeedsFloat32(Padded):
+    """A step that float64 cannot compute."""
+
+    strength = 10.0
+
+    def penalty(self, batch):
+        return super().penalty(batch) * (batch[0].float() @ self.half).mean()
+
+    def __init__(self):
+        super().__init__()
+        self.half = torch.ones(FEATURES, dtype=torch.float32)
+
+    def training_step(self, batch, batch_idx):
+        assert self.net[0].weight.dtype == torch.float32
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (PenaltyOfList, "the loss of local step 1 differs"),
+        (PenaltyOfList, "a step reads 'net.0.weight' of the server's model"),
         (OtherOptimizerLater, "as its optimizer has code or settings of its own"),
-        (NeedsFloat32, "the loss of local step 1 differs"),
+        (Padded, "the gradient of 'words.weight' in local step 1 differs"),
+        (NeedsFloat32, "the gradient of 'words.weight' in local step 1 differs"),
     ],
 )
 def test_a_small_difference_from_a_copy_is_found(kind, words, at_once, capsys):
@@ -179,7 +214,7 @@ class NewAverageFromRound2(AverageFromRound2):
         (KeepsFeaturesFromRound2, "features", 2),
         (AverageFromRound2, "average", 2),
         (AverageInPlaceFromRound2, "average", 2),
-        (NewAverageFromRound2, "average", 3),
+        (NewAverageFromRound2, "average", 2),
     ],
 )
 def test_what_only_later_steps_at_once_keep_is_refused(kind, name, number, at_once):
@@ -206,16 +241,229 @@ class ScaledByServerInStep3(PenaltyOfList):
         return 0.0
 
 
+class MasksByList(PenaltyOfList):
+    """A comparison with NaN is False."""
+
+    def penalty(self, batch):
+        if not self.current_epoch:
+            return 0.0
+        return ((self.decayed[0].detach().abs() < 0.1) * self.net[0].weight.square()).sum()
+
+
+class AveragesList(PenaltyOfList):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5, FEATURES))
+
+    def penalty(self, batch):
+        if self.current_epoch:
+            self.average = 0.9 * self.average + 0.1 * self.decayed[0].detach()
+        return 0.0
+
+
+class CountsInList(Small):
+    """An integer cannot be NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.counts = [self.count]
+
+    def penalty(self, batch):
+        if self.current_epoch:
+            self.counts[0] += 1
+        return 0.0
+
+
+class PenaltyOfTrained(Small):
+    """Under vmap, parameters would say that they need no gradient."""
+
+    def penalty(self, batch):
+        return 0.01 * self.current_epoch * squares(p for p in self.net.parameters() if p.requires_grad)
+
+
+class ReadsOptimizersState(Small):
+    def penalty(self, batch):
+        state = self.optimizers().state.get(self.net[0].weight, {})
+        return 0.1 * (state["exp_avg"] * self.net[0].weight).sum() if "exp_avg" in state else 0.0
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class SumsInPlace(Small):
+    def penalty(self, batch):
+        total = torch.zeros(())
+        for parameter in self.net.parameters():
+            total += parameter.square().sum()
+        return 0.01 * total
+
+
+class Recurrent(Small):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(FEATURES, 4, batch_first=True)
+
+    def penalty(self, batch):
+        return self.cells(batch[0][:, None].expand(-1, 3, -1))[0].square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class KeepsBeforeItem(Small):
+    """What vmap cannot do comes after a tensor is kept, from round 2 on."""
+
+    features = None
+
+    def penalty(self, batch):
+        if not self.current_epoch:
+            return 0.0
+        self.features = self.net[0](batch[0])
+        self.log("mean", self.features.mean().item())
+        return 0.1 * self.features.square().mean()
+
+
+class GradientPenalty(Small):
+    def penalty(self, batch):
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        return 0.01 * squares(torch.autograd.grad(loss, [*self.net.parameters()], create_graph=True))
+
+
+class HookOfFeatures(Small):
+    def penalty(self, batch):
+        features = self.net[0](batch[0])
+        features.register_hook(lambda gradient: 2 * gradient)
+        return features.square().mean()
+
+
+class CopiesNetwork(Small):
+    def penalty(self, batch):
+        return deepcopy(self.net)(batch[0]).detach().square().mean() * self.net(batch[0]).mean()
+
+
+@lru_cache
+def table(size):
+    return torch.linspace(0, 1, size)
+
+
+class GlobalCache(Small):
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self.net(batch[0] * table(batch[0].shape[1]).to(batch[0])), batch[1])
+
+
+HARD = [
+    ReadsServerFromRound2,
+    ScaledByServerInStep3,
+    MasksByList,
+    AveragesList,
+    CountsInList,
+    PenaltyOfTrained,
+    ReadsOptimizersState,
+    SumsInPlace,
+    Recurrent,
+    KeepsBeforeItem,
+    GradientPenalty,
+    HookOfFeatures,
+    CopiesNetwork,
+    GlobalCache,
+]
+
+
+@pytest.mark.parametrize("kind", HARD)
+def test_what_the_first_steps_do_not_show_equals_copies(kind, at_once):
+    runs = [federated(new(kind, torch.float64), rounds=3, local_steps=3, executor=x) for x in EXECUTORS]
+    assert distance(*(run.model.state_dict() for run in runs)) < 1e-9
+    for name, value in runs[0].metrics.items():
+        if not name.startswith("time/"):
+            assert runs[1].metrics[name] == pytest.approx(value, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", [MasksByList, ReadsOptimizersState])
+def test_what_only_copies_can_compute_is_refused_under_vmap(kind):
+    with pytest.raises(ConfigurationError, match=r"a step reads .*; use SequentialExecutor"):
+        federated(new(kind), rounds=3, local_steps=3, executor=VectorizedExecutor())
+
+
+class LogsRate(Small):
+    def penalty(self, batch):
+        group = self.optimizers().param_groups[0]
+        self.log("rate", group["lr"])
+        self.log("beta", group["betas"][0])
+        return 0.0
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_settings_of_the_optimizer_may_be_read_at_once(at_once):
+    run = federated(new(LogsRate), rounds=1)
+    assert type(run.executor) is VectorizedExecutor
+    assert (run.metrics["rate"], run.metrics["beta"]) == pytest.approx((0.01, 0.9))
+
+
+class GrowsInEachStep(Small):
+    def __init__(self):
+        super().__init__()
+        self.grown = torch.zeros(0)
+
+    def penalty(self, batch):
+        self.grown = torch.cat([self.grown, torch.ones(1)])
+        return 0.01 * self.grown.sum() * squares(self.net.parameters())
+
+
+class CountsSinceRound2(Small):
+    """Counts anew in each round, so that it looks like a cache."""
+
+    count = None
+
+    def on_train_epoch_start(self):
+        self.count = None
+
+    def penalty(self, batch):
+        if not self.current_epoch:
+            return 0.0
+        self.count = torch.ones(()) if self.count is None else self.count + 1
+        return 0.05 * self.count * squares(self.net.parameters())
+
+
+class DecaysTeacherFromRound2(Small):
+    def __init__(self):
+        super().__init__()
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+
+    def penalty(self, batch):
+        if self.current_epoch:
+            with torch.no_grad():
+                for weight in self.teacher.parameters():
+                    weight.data.mul_(0.9)
+        return (self.teacher(batch[0]) - self.net(batch[0])).square().mean()
+
+
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        (ReadsServerFromRound2, "round 2, .* in local step 1"),
-        (ScaledByServerInStep3, "round 1, .* in local step 3"),
-    ],
+    ("kind", "name"), [(CountsSinceRound2, "count"), (DecaysTeacherFromRound2, "teacher.0.weight")]
 )
-def test_a_loss_that_reads_the_server_later_is_refused(kind, place, at_once):
-    with pytest.raises(ConfigurationError, match=rf"{place} reads a tensor of the server's model"):
-        federated(new(kind), rounds=3, local_steps=3)
+def test_what_looks_like_a_cache_is_refused_when_it_changes(kind, name):
+    with pytest.raises(ConfigurationError, match=f"round 2: .* changes (the attribute )?'{name}'"):
+        federated(new(kind), rounds=3, executor=VectorizedExecutor(block_size=1))
+
+
+def test_what_grows_in_each_step_trains_by_copies(at_once):
+    assert computed_by(GrowsInEachStep) == "SequentialExecutor"
+
+
+class OtherAfterThreeSteps(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                steps = self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                if steps > 3:
+                    parameter.grad.div_(parameter.grad.norm())
+        return super().step(closure)
+
+
+def test_an_optimizer_that_is_another_later_trains_by_copies(at_once):
+    assert computed_by(optimized_by(OtherAfterThreeSteps, lr=0.1)) == "SequentialExecutor"
 
 
 class Caches(Small):
@@ -244,7 +492,9 @@ class PenaltyAndNorm(Lit):
 
 
 def test_a_joint_pass_is_compared_with_copies():
-    with pytest.raises(ConfigurationError, match=r"the loss of local step 1 differs .* leave out FedTAN"):
+    with pytest.raises(
+        ConfigurationError, match=r"a step reads 'net.0.weight' of the server's .* leave out FedTAN"
+    ):
         federated(new(PenaltyAndNorm), FedTAN(), rounds=1)
     with pytest.raises(
         ConfigurationError, match=r"round 1: a step of KeepsLosses appends to 'losses'.*FedTAN"
@@ -278,3 +528,36 @@ def test_what_methods_change_in_a_round_at_once_is_no_trace(at_once):
     runs = [federated(deepcopy(first), SetsLayers(), executor=x) for x in (None, SequentialExecutor())]
     assert type(runs[0].executor) is VectorizedExecutor
     assert distance(*(run.model.state_dict() for run in runs)) < 1e-9
+
+
+class AveragesFeatures(Lit):
+    """A buffer of the module's own, which each local step replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5))
+
+    def training_step(self, batch, batch_idx):
+        self.move(self.net[0](batch[0]).detach().mean(0))
+        return super().training_step(batch, batch_idx)
+
+    def move(self, features):
+        self.average = 0.5 * self.average + features
+
+
+class AveragesInPlace(AveragesFeatures):
+    def move(self, features):
+        self.average.mul_(0.5).add_(features)
+
+
+@pytest.mark.parametrize("method", [StaticBN, StatisticsSources])
+def test_passes_that_measure_statistics_are_no_steps(method, at_once):
+    clients = {f"site {number}": EvaluatedAtOnce(number, train=24) for number in range(2)}
+    data = {"data": FederatedDataModule(clients, server=EvaluatedAtOnce(99)), "local_steps": 3}
+    states = []
+    for kind in (AveragesFeatures, AveragesInPlace):
+        for executor in EXECUTORS:
+            run = federated(new(kind, torch.float64), method(), executor=executor, **data)
+            states.append(tensors(run.model)["average"])
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=1e-12)

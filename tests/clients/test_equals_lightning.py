@@ -663,6 +663,46 @@ def test_tensors_in_channels_last_equal_lightning():
     check_equals_lightning(ChannelsLast, tolerance=1e-6)
 
 
+class TwoBuffers(Small):
+    """A write to one buffer is no write to another that the backward pass needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(5))
+        self.register_buffer("mean", torch.zeros(5))
+
+    def training_step(self, batch, batch_idx):
+        features = torch.tanh(self.net[0](batch[0])) * self.scale
+        self.mean.mul_(0.9).add_(features.detach().mean(0), alpha=0.1)
+        return cross_entropy(self.net[2](features), batch[1])
+
+
+class MaxNorm(Small):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 4, max_norm=0.5)
+
+    def penalty(self, batch):
+        return self.table(batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class Clamps(Small):
+    """Clamps weights after a forward pass that used another weight."""
+
+    def penalty(self, batch):
+        with torch.no_grad():
+            self.net[0].bias.clamp_(-0.2, 0.2)
+        return 0.0
+
+
+@pytest.mark.parametrize("kind", [TwoBuffers, MaxNorm, Clamps])
+def test_a_step_may_write_a_tensor_that_lies_beside_others(kind):
+    check_equals_lightning(kind, steps=3)
+
+
 class CallsItself(Small):
     def forward(self, inputs):
         return self.net(inputs)
