@@ -32,7 +32,8 @@ def save_run(run: RunContext, checkpoint: dict[str, Any], merged: Mapping[str, T
         "record": run.record.state_dict(),
         "kept": run.evaluation.kept,
         "data": run.data.facts(),
-        "left_out": {} if run.strict_loading else left_out(run.model, state, merged),
+        # the module's own hook may have replaced the dict
+        "left_out": {} if run.strict_loading else left_out(run.model, checkpoint["state_dict"], merged),
     }
 
 
