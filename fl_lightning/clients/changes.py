@@ -28,8 +28,8 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
 """Attributes of a layer that hold its hooks."""
 
-_APART = {"_parameters", "_buffers", "_modules", "_trainer", "_compiled_call_impl", *HOOKS}
-_APART |= {"_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"}
+APART = {"_parameters", "_buffers", "_modules", "_trainer", "_compiled_call_impl", *HOOKS}
+APART |= {"_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"}
 """Attributes of a module that are no state of it, or that are compared elsewhere."""
 
 _PLAIN = (bool, int, float, str)
@@ -83,9 +83,9 @@ def additions(
                     type(value) in _PLAIN and type(other) is type(value) and value == other
                 ):
                     continue
-                if key not in _APART:
+                if key not in APART:
                     compare(f"{name}.{key}", value, other)
-            for key in vars(second).keys() - vars(first).keys() - _APART:
+            for key in vars(second).keys() - vars(first).keys() - APART:
                 if not isinstance(getattr(type(second), key, None), cached_property):
                     compare(f"{name}.{key}", _MISSING, vars(second)[key])
             for key in slots_of(type(first)):
@@ -93,6 +93,9 @@ def additions(
             for key in second._buffers.keys() - second._non_persistent_buffers_set:
                 if first._buffers.get(key) is None and second._buffers[key] is not None:
                     raise changed(server, f"{name}.{key}", words, together)
+            parts = [{**module._parameters, **module._modules}.keys() for module in (first, second)]
+            if new := parts[1] - parts[0]:
+                raise changed(server, f"{name}.{min(new)}", words, together)
             for child, part in first._modules.items():
                 compare(f"{name}.{child}", part, second._modules.get(child, _MISSING))
             return

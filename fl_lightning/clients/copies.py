@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.clients.changes import HOOKS, additions, changed, same_values
+from fl_lightning.clients.changes import APART, HOOKS, additions, changed, same_values
 from fl_lightning.clients.configured_optimizer import configured
 from fl_lightning.clients.metric_states import MetricObjects
 from fl_lightning.clients.template import Template
@@ -148,7 +148,7 @@ class Traces:
 
     @contextmanager
     def step(self, shapes: Any) -> Iterator[None]:
-        """Compute in this block. What methods change outside of the block is no trace.
+        """Watch the steps in this block. Changes by methods outside of it are no traces.
 
         If the block fails, the attributes are as before.
 
@@ -156,8 +156,8 @@ class Traces:
             shapes: Shapes of the batch. For each, a cache must keep its values.
         """
         self._follow()
-        parts = [x for part in self._module.modules() for x in (vars(part), *vars(part).values())]
-        held = [(x, shallow_copy(x)) for x in parts if type(x) in (dict, OrderedDict, list, set, deque)]
+        held = [(x, shallow_copy(x)) for layer in self._layers.values() for x in layer.containers()]
+        held += [(vars(layer.module), layer.attributes) for layer in self._layers.values()]
         try:
             yield
         except BaseException:
@@ -168,7 +168,8 @@ class Traces:
         before, self._layers = self._layers, _layers(self._module)
         for name, now in self._layers.items():
             for key, value in now.attributes.items():
-                if isinstance(value, Tensor) and value is not before[name].attributes.get(key):
+                known = before[name].attributes if name in before else {}
+                if isinstance(value, Tensor) and value is not known.get(key):
                     self._caches.setdefault((name, key), {})
         for (name, key), of_shapes in self._caches.items():
             value = self._layers[name].attributes.get(key)
@@ -262,11 +263,16 @@ class _Layer:
     """Class, attributes and hooks of a layer at some time."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.kind, self.attributes = type(layer), dict(vars(layer))
+        self.module, self.kind, self.attributes = layer, type(layer), dict(vars(layer))
         self.hooks = {name: dict(self.attributes[name]) for name in HOOKS}
 
+    def containers(self) -> list[Any]:
+        """Return the layer's own lists, dicts, sets and deques."""
+        kinds = (dict, OrderedDict, list, set, deque)
+        return [x for key, x in self.attributes.items() if type(x) in kinds and key not in APART]
+
     def is_as(self, other: "_Layer") -> bool:
-        """Return whether nothing has changed; equal values do not suffice."""
+        """Return whether the layer holds the same objects; equal values do not suffice."""
         one, two = self.attributes, other.attributes
         same = self.kind is other.kind and self.hooks == other.hooks and one.keys() == two.keys()
         return same and all(one[key] is two[key] for key in one)

@@ -535,7 +535,7 @@ class LightningModuleTask(ClientTask):
 
     @contextmanager
     def trying(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """Let a copy of the module compute in this block, of which nothing is left afterwards."""
+        """Let a copy of the module compute in this block. The copy is thrown away."""
         before = dict(vars(self))
         frozen = (
             {} if dtype else {id(x): x for n, x in self.module.named_parameters() if not self._moves(n, x)}

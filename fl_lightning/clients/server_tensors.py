@@ -103,8 +103,9 @@ class _Unread(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        of = getattr(func, "__self__", None)  # of an attribute, which a function of this name gets
-        name = getattr(of, "__name__", "") if func.__name__ == "__get__" else func.__name__
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "requires_grad" and is_batchedtensor(args[0]):
             tensor: Tensor = args[0]
             while is_batchedtensor(tensor):

@@ -311,7 +311,7 @@ class ClientTask:
         return nullcontext()
 
     def trying(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-        """Let a copy of the model compute in this block, of which nothing is left afterwards.
+        """Let a copy of the model compute in this block. The copy is thrown away.
 
         Args:
             dtype: Type of the copy's floating-point tensors. Default: that of the model's tensors.

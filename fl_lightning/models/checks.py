@@ -17,8 +17,8 @@ def check_model(model: Any, loss: Any) -> None:
         loss: The loss; None for that of the task.
 
     Raises:
-        ConfigurationError: The model is none, hides its layers, or has nothing to train, or the loss
-            has a parameter that nothing would train.
+        ConfigurationError: The model is no ``torch.nn.Module``, hides its layers or has no trainable
+            parameter, or the loss has a parameter that would never be trained.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model: {model!r} is no model; give an object of torch.nn.Module")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,9 @@ from fl_lightning.round.context import RunContext
 from fl_lightning.round.first_steps import distance, refuse_gradient_hooks, rounding, sgd, step_rate
 from fl_lightning.round.policy import resolve_policy
 
-_STEPS, _OPTIMIZER_STEPS = 2, 10
-_MOST = 300_000_000
-"""Largest number of parameters that are copied in float64."""
-
+_STEPS = 2
+_OPTIMIZER_STEPS = 10
+_MOST = 300_000_000  # largest number of parameters that are copied in float64
 _EXACT, _ROUNDED = 1e-7, 0.02
 """Accepted differences of float64 and of the run's precision, relative to a tensor's change."""
 
@@ -225,7 +225,7 @@ def _compare(
         # tensors that change only by rounding, such as a bias before BN, need the second and third term
         if off > allowed * (change + most[kind] / 100) + 10 * error * size:
             at_once = run.joint_method or type(run.executor).__name__
-            share = f" by {off / change:.2g} of its change" if 0 < change < float("inf") > off else ""
+            share = f" by {off / change:.2g} of its change" if change and isfinite(off / change) else ""
             remedy = "use SequentialExecutor" if run.joint_method is None else f"leave out {run.joint_method}"
             if run.executor.compilation.compiled:
                 remedy = "set compile: false"

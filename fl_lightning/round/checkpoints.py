@@ -1,4 +1,4 @@
-"""What a run adds to Lightning's checkpoints."""
+"""The part of a run in Lightning's checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any

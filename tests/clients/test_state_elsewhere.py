@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from fl_lightning import (
@@ -363,7 +364,21 @@ class SlotInModule(Counter):
         return self.taken
 
 
+class LayerFromStep(Counter):
+    """No optimizer trains it, and each round would draw another one."""
+
+    def count(self):
+        self.late = nn.Linear(2, 2)
+
+
+class ParameterFromStep(Counter):
+    def count(self):
+        self.late = nn.Parameter(torch.ones(2))
+
+
 CHANGED = [
+    (LayerFromStep, "late"),
+    (ParameterFromStep, "late"),
     (SlotInModule, "taken"),
     (CounterInArray, "steps_taken"),
     (CounterInClosure, "steps_taken"),
