@@ -330,6 +330,11 @@ class GradientPenalty(Small):
         return 0.01 * squares(torch.autograd.grad(loss, [*self.net.parameters()], create_graph=True))
 
 
+class GradientPenaltyFromRound2(GradientPenalty):
+    def penalty(self, batch):
+        return super().penalty(batch) if self.current_epoch else 0.0
+
+
 class HookOfFeatures(Small):
     def penalty(self, batch):
         features = self.net[0](batch[0])
@@ -364,6 +369,7 @@ HARD = [
     Recurrent,
     KeepsBeforeItem,
     GradientPenalty,
+    GradientPenaltyFromRound2,
     HookOfFeatures,
     CopiesNetwork,
     GlobalCache,
