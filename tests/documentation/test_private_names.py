@@ -60,7 +60,7 @@ OF_OBJECTS = {
         "_forward_pre_hooks": "execution/choice round/server_update verification/rules",
         "_modules": "clients/changes",
         "_non_persistent_buffers_set": "batch_norm/kinds clients/changes",
-        "_parameters": "cohort/slots",
+        "_parameters": "clients/changes cohort/slots",
     },
     "torch.nn.BatchNorm2d": {
         "_check_input_dim": "callbacks/fedtan",
