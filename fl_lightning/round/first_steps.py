@@ -87,7 +87,7 @@ def check_first_steps(run: RunContext) -> None:
             executors = {**cohort.params.row(row), **cohort.buffers.row(row)}
             for draw in range(_DRAWS):
                 with _restored(run):
-                    _change_byrounding(run, draw)
+                    _change_by_rounding(run, draw)
                     _by_torch(run, cohort, row, batches, rate)
                     rounded = _tensors(run.model)
                 for name, x in rounded.items():
@@ -312,7 +312,7 @@ def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
             )
 
 
-def _change_byrounding(run: RunContext, draw: int) -> None:
+def _change_by_rounding(run: RunContext, draw: int) -> None:
     """Change all parameters randomly, by about twice the rounding error of one operation.
 
     Further draws change them by five times as much, as sums of many values are rounded.
