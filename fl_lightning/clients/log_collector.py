@@ -1,11 +1,9 @@
 """Collects the values that a LightningModule logs."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -14,8 +12,6 @@ from torchmetrics import Metric
 
 from fl_lightning.clients.logged_values import Logged, LoggedValues, reduction
 from fl_lightning.errors import ConfigurationError
-
-_LOG = inspect.signature(L.LightningModule.log)
 
 
 class LogCollector:
@@ -53,21 +49,36 @@ class LogCollector:
         finally:
             self.sink, self.batch = before
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
         """Collect a value. The arguments are those of ``LightningModule.log``."""
-        given = _LOG.bind(self, name, value, *args, **kwargs).arguments
         if name == "round":
             raise ConfigurationError(
                 "self.log('round'): each row has the number of its round under this name; use another"
             )
-        if self.loader is not None and given.get("add_dataloader_idx", True):
+        if self.loader is not None and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.loader}"
-        if given.get("on_step") and self.sink is self.step and "on_step" not in self.told:
+        if on_step and self.sink is self.step and "on_step" not in self.told:
             self.told.add("on_step")
             self._task.run.print(
                 "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
             )
-        prog_bar, forked = given.get("prog_bar", False), bool(given.get("on_step") and given.get("on_epoch"))
+        forked = bool(on_step and on_epoch)
         if isinstance(value, Metric):
             metric = next(
                 (path for path, known in self._task.metrics.metrics.items() if known is value), None
@@ -90,10 +101,10 @@ class LogCollector:
         value = value.detach().reshape(())
         if value.dtype not in (torch.float32, torch.float64):
             value = value.to(torch.get_default_dtype())
-        reduce, weight = reduction(name, given.get("reduce_fx", "mean")), 1.0
+        reduce, weight = reduction(name, reduce_fx), 1.0
         if reduce == "mean":
-            size = given.get("batch_size")  # may be 0, if no sample of the batch counts
-            weight = float(self._batch_size(name) if size is None else size)
+            # batch_size may be 0, if no sample of the batch counts
+            weight = float(self._batch_size(name) if batch_size is None else batch_size)
             value = value * weight
         self.sink.add(name, Logged(value, weight, reduce, prog_bar, forked))
 

@@ -1,5 +1,6 @@
 """What a LightningModule logs: names, means over samples and clients, metric objects, evaluations by its own steps."""
 
+import inspect
 from copy import deepcopy
 
 import lightning as L
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, callbacks
+from fl_lightning.clients.log_collector import LogCollector
 from fl_lightning.errors import CannotVectorize
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from fl_lightning.methods import VariantEvaluation
@@ -640,3 +642,8 @@ def test_a_refused_metric_object_keeps_no_tensor_of_vmap():
     with pytest.raises(CannotVectorize, match="updates the metric object 'train_acc'"):
         federated(module, executor=VectorizedExecutor())
     assert not any(map(is_batchedtensor, module.train_acc.metric_state.values()))
+
+
+def test_log_takes_the_arguments_of_lightning():
+    ours, lightnings = (inspect.signature(x.log).parameters for x in (LogCollector, L.LightningModule))
+    assert [(x.name, x.default) for x in ours.values()] == [(x.name, x.default) for x in lightnings.values()]
