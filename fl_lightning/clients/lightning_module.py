@@ -353,7 +353,7 @@ class LightningModuleTask(ClientTask):
         if self._copy is None:  # the metric objects of a copy collect the round
             self.metrics.reset()
         self.logs.number = ""
-        with self.logs.collecting(LoggedValues(), batch) as self.logs.step:
+        with self.logs.collecting(LoggedValues(), batch, local_step=True) as self.logs.step:
             if self.overrides("on_train_batch_start") and (
                 self.module.on_train_batch_start(batch, self.local_step) == -1
             ):
@@ -586,7 +586,8 @@ class LightningModuleTask(ClientTask):
         with self.alone(cohort) if ended else nullcontext():
             for client, (outputs, batch) in ended.items():
                 copy = self.copies_of(cohort).of_row[cohort.client_ids.index(client)]
-                with self.acting(copy), self.logs.collecting(self.by_client[client], batch):
+                logged = self.by_client[client]
+                with self.acting(copy), self.logs.collecting(logged, batch, local_step=True):
                     copy.module.on_train_batch_end(outputs, batch, self.local_step)
                 copy.take_up()
 

@@ -35,19 +35,22 @@ class LogCollector:
         self.sink = self.round = LoggedValues()
         self.step = LoggedValues()
         self.batch: Any = None
+        self._in_local_step = False
         self.loader: int | None = None
         self.number = ""
         self.told: set[str] = set()
 
     @contextmanager
-    def collecting(self, values: LoggedValues, batch: Any = None) -> Iterator[LoggedValues]:
+    def collecting(
+        self, values: LoggedValues, batch: Any = None, *, local_step: bool = False
+    ) -> Iterator[LoggedValues]:
         """Add what the module logs within the ``with`` block to ``values``."""
-        before = self.sink, self.batch
-        self.sink, self.batch = values, batch
+        before = self.sink, self.batch, self._in_local_step
+        self.sink, self.batch, self._in_local_step = values, batch, local_step
         try:
             yield values
         finally:
-            self.sink, self.batch = before
+            self.sink, self.batch, self._in_local_step = before
 
     def log(
         self,
@@ -78,7 +81,10 @@ class LogCollector:
             self._task.run.print(
                 "self.log(on_step=True): a round has one row, with the mean over the local steps of all clients"
             )
-        forked = bool(on_step and on_epoch)
+        # Lightning's defaults
+        on_step = self._in_local_step if on_step is None else on_step
+        on_epoch = not self._in_local_step if on_epoch is None else on_epoch
+        forked = on_step and on_epoch
         if isinstance(value, Metric):
             metric = next(
                 (path for path, known in self._task.metrics.metrics.items() if known is value), None

@@ -385,3 +385,46 @@ def test_the_trainers_optimizers_are_lightnings_or_refused_before_round_1(kind):
 def test_the_page_says_what_becomes_of_the_trainers_optimizers():
     page = Path(__file__).parents[2].joinpath("docs", "lightning-module.md").read_text()
     assert any("`self.trainer.optimizers`" in line for line in page.splitlines() if line.startswith("|"))
+
+
+# names
+
+
+class LogsInEachHook(Small):
+    """Logs a value in hooks of training and validation, with the settings that a test gives."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.settings = settings
+
+    def training_step(self, batch, batch_idx):
+        self.log("in training", 1.0, **self.settings)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("at the end of a step", 1.0, **self.settings)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("in validation", 1.0, **self.settings)
+
+    def on_train_epoch_end(self):
+        self.log("at the end", 1.0)
+
+
+# the other three pairs are errors in Lightning, which has no value then
+@pytest.mark.parametrize(
+    ("on_step", "on_epoch"),
+    [(None, None), (True, None), (None, True), (True, True), (False, True), (True, False)],
+)
+def test_names_of_logged_values_are_lightnings(on_step, on_epoch):
+    settings = {"on_step": on_step, "on_epoch": on_epoch}
+    plain = L.Trainer(**TRAINER, max_epochs=1, num_sanity_val_steps=0)
+    plain.fit(LogsInEachHook(**settings), datamodule=Site(0))
+    run = federated(LogsInEachHook(**settings), rounds=1)
+    expected, found = (
+        {name for name in trainer.callback_metrics if name[:2] in ("in", "at") and name[-5:] != "_step"}
+        for trainer in (plain, run.fitted)
+    )
+    # a round has one row, so a value that Lightning has for steps alone has the round's mean
+    values_of_steps = {"in training", "at the end of a step", "in validation"}
+    assert expected <= found <= expected | values_of_steps

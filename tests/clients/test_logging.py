@@ -54,6 +54,8 @@ def values_of_steps(count=2, steps=2, batch_size=8):
     [
         ({}, torch.mean),
         ({"on_step": True, "on_epoch": True}, torch.mean),
+        ({"on_step": True, "prog_bar": True}, torch.mean),
+        ({"on_step": True, "on_epoch": False}, torch.mean),
         ({"reduce_fx": "sum"}, torch.sum),
         ({"reduce_fx": "max"}, torch.max),
         ({"reduce_fx": torch.min}, torch.min),
@@ -65,7 +67,9 @@ def test_a_logged_value_is_reduced_over_steps_and_clients(executor, settings, re
     assert told == ("on_step" in settings)
     assert run.metrics["value"] == pytest.approx(float(reduced(values_of_steps())), abs=1e-12)
     assert float(run.fitted.callback_metrics["value"]) == pytest.approx(run.metrics["value"], rel=1e-6)
-    assert ("value_epoch" in run.metrics) == ("on_step" in settings)
+    both = "on_step" in settings and settings.get("on_epoch", False)
+    assert ("value_epoch" in run.metrics) == both  # Lightning names a value of steps and epochs twice
+    assert ("value" in run.fitted.progress_bar_metrics) == settings.get("prog_bar", False)
 
 
 class LogsANumber(Lit):
