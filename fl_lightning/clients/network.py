@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.clients.evaluation import ServerEvaluation
-from fl_lightning.clients.label_weights import LabelWeights, ignored_label
+from fl_lightning.clients.label_weights import ignored_label, label_weights, weights_of
 from fl_lightning.clients.outputs import check_before_training, check_outputs
 from fl_lightning.clients.task import ClientSettings, ClientTask
 from fl_lightning.clients.tasks import Classification
@@ -22,17 +22,12 @@ class NetworkTask(ClientTask):
     Args:
         model: The network.
 
-    Attributes:
-        label_weights: Weight of each label in the loss.
-
     Example:
         >>> class TwoViews(NetworkTask):
         ...     def client_loss(self, batch):
         ...         first, second, targets = batch
         ...         return self.loss(self.model(first), targets) + self.loss(self.model(second), targets)
     """
-
-    label_weights: LabelWeights
 
     def take_settings(self, given: ClientSettings) -> None:
         """Take the client optimizer, the loss and the task.
@@ -50,7 +45,6 @@ class NetworkTask(ClientTask):
         ignored = ignored_label(given.loss)
         self.task = given.task or Classification(-100 if ignored is None else ignored)
         self.loss = given.loss or self.task.loss
-        self.label_weights = LabelWeights(given.loss, self.task)
         usual = (NetworkTask.client_loss, NetworkTask.evaluate_batch)
         self._has_scores = (type(self).client_loss, type(self).evaluate_batch) == usual
 
@@ -70,14 +64,10 @@ class NetworkTask(ClientTask):
         if self._has_scores:
             check_outputs(self.run, outputs, targets)
         loss = self.loss(outputs, targets)
-        targets, weights = self.label_weights.of(outputs, targets, self.task.ignored)
+        weights = weights_of(label_weights(self.loss), outputs, targets, self.task.ignored)
         evaluation.update(outputs, targets, loss, self.task, weights)
 
     def start_training(self) -> None:
         """Check the number of outputs, and that the metrics can be computed."""
         if self._has_scores:
             check_before_training(self.run)
-
-    def start_evaluation(self) -> None:
-        """Measure the weights of labels again, as a loss may change them."""
-        self.label_weights.forget()

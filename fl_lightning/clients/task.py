@@ -378,9 +378,6 @@ class ClientTask:
             )
         return self.run.evaluation.divide(self.run, batch, batch_idx, self.evaluate_batch)
 
-    def start_evaluation(self) -> None:
-        """Prepare an evaluation of the server's model."""
-
     def apart(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Return a context in which evaluations cannot change the server's model.
 

@@ -19,7 +19,6 @@ class EvaluationLoop:
     def __init__(self, run: RunContext) -> None:
         self._run, self._started = run, time.perf_counter()
         self._batches_before, _ = self._progress()
-        run.client.start_evaluation()
         run.evaluation.start()
 
     def _progress(self) -> tuple[int, float]:

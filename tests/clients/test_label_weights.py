@@ -44,9 +44,9 @@ KINDS = [
     Wrapped,
     Counted,
     lambda **settings: partial(cross_entropy, **settings),
-    closure,
+    lambda **settings: partial(partial(cross_entropy, **settings)),
 ]
-OF_EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=["torch", "own", "counted", "partial", "function"])
+OF_EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=["torch", "own", "counted", "partial", "twice"])
 
 
 def scores_and_labels(place=(), ignored=None):
@@ -95,6 +95,15 @@ def test_the_loss_does_not_depend_on_the_size_of_batches(kind, settings, place):
         assert loss.calls == sum(-(-30 // size) for size in (1, 4, 7, 30))  # no more than batches
 
 
+@pytest.mark.parametrize("ignored", [255, -1, 0])
+def test_of_a_function_the_task_names_the_ignored_label(ignored):
+    outputs, labels = scores_and_labels(ignored=ignored)
+    task = Classification(ignored=ignored)
+    found = evaluated(closure(ignore_index=ignored), outputs, labels, 7, task=task)
+    told = evaluated(nn.CrossEntropyLoss(ignore_index=ignored), outputs, labels, 7)
+    assert found == pytest.approx(told)
+
+
 @OF_EACH_KIND
 @pytest.mark.parametrize("ignored", [255, -1, 0])
 def test_labels_that_a_loss_ignores_count_neither_as_wrong_nor_as_right(kind, ignored):
@@ -103,25 +112,6 @@ def test_labels_that_a_loss_ignores_count_neither_as_wrong_nor_as_right(kind, ig
     kept = labels != ignored
     assert metrics["loss"] == pytest.approx(float(cross_entropy(outputs[kept], labels[kept])), abs=1e-12)
     assert metrics["accuracy"] == pytest.approx(float((outputs.argmax(1) == labels)[kept].double().mean()))
-
-
-class Weighted(Classification):
-    """A task whose own loss weights the classes; one class has the weight 0."""
-
-    def loss(self, outputs, targets):
-        weights = torch.tensor([0.0, 1.0, 7.0], dtype=torch.float64)
-        return cross_entropy(outputs, targets, weight=weights, ignore_index=self.ignored)
-
-
-@pytest.mark.parametrize("size", [1, 7, 30])
-def test_the_weights_in_a_tasks_own_loss_count(size):
-    task = Weighted(ignored=1)
-    outputs, labels = scores_and_labels()
-    metrics = evaluated(None, outputs, labels, size, task=task)
-    assert metrics["loss"] == pytest.approx(float(task.loss(outputs, labels)), abs=1e-12)
-    kept = labels != 1
-    right = float((outputs.argmax(1) == labels)[kept].double().mean())
-    assert metrics["accuracy"] == pytest.approx(right, abs=1e-6)
 
 
 def focal(outputs, targets):
@@ -142,7 +132,10 @@ def binary(outputs, targets):
     )
 
 
-@pytest.mark.parametrize("loss", [focal, hardest, binary, nn.MultiMarginLoss(weight=WEIGHTS)])
+OTHERS = [focal, hardest, binary, nn.MultiMarginLoss(weight=WEIGHTS), closure(weight=WEIGHTS)]
+
+
+@pytest.mark.parametrize("loss", OTHERS)
 def test_any_other_loss_weighs_the_samples_of_batches_alike(loss):
     outputs, labels = scores_and_labels()
     batches = zip(outputs.split(7), labels.split(7), strict=True)
