@@ -1,43 +1,45 @@
 """Weights and ignored labels of a loss, such as ``CrossEntropyLoss(weight=..., ignore_index=...)``."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
+_FORWARDS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
 
 def ignored_label(loss: Any) -> int | None:
-    """Return the ``ignore_index`` of a loss, or None.
+    """Return the label that a loss ignores; None if the loss has no ``ignore_index``.
 
     The loss may be a ``functools.partial``, or a module that contains the actual loss.
     """
-    label = _settings(loss).get("ignore_index")
-    return None if label is None else int(label)
+    if isinstance(loss, partial):
+        given: int | None = loss.keywords.get("ignore_index")
+        return ignored_label(loss.func) if given is None else given
+    return next((int(part.ignore_index) for part in _parts(loss) if hasattr(part, "ignore_index")), None)
 
 
 def label_weights(loss: Any) -> Tensor | None:
-    """Return the weight of each label in a loss, ``[classes]``; None if the loss does not tell.
+    """Return the weight of each label in a loss, ``[classes]``; None if the loss tells none.
 
-    The losses are ``CrossEntropyLoss`` and ``NLLLoss``, or modules that contain one, and
-    ``functools.partial`` of ``cross_entropy`` and ``nll_loss``. Each is a mean that these weights weigh.
+    The losses are ``CrossEntropyLoss`` and ``NLLLoss``, a module that contains one of them and no
+    other module, and a ``functools.partial`` of ``cross_entropy`` or ``nll_loss``. Their mean over
+    samples is weighted.
     """
-    settings = _settings(loss)
-    weight: Tensor | None = settings.get("weight")
-    return weight if settings.get("reduction", "mean") == "mean" else None
-
-
-def _settings(loss: Any) -> dict[str, Any]:
     if isinstance(loss, partial):
-        known = loss.func in (cross_entropy, nll_loss) or isinstance(loss.func, partial)
-        given = {key: value for key, value in loss.keywords.items() if known or key == "ignore_index"}
-        return _settings(loss.func) | given
-    parts = loss.modules() if isinstance(loss, nn.Module) else [loss]
-    return next((vars(part) | _buffers(part) for part in parts if hasattr(part, "ignore_index")), {})
+        settings, known = loss.keywords, loss.func in (cross_entropy, nll_loss)
+    else:
+        leaves = [part for part in _parts(loss) if not [*getattr(part, "children", list)()]]
+        known = len(leaves) == 1 and getattr(type(leaves[0]), "forward", None) in _FORWARDS
+        settings = {"weight": leaves[0].weight, "reduction": leaves[0].reduction} if known else {}
+    weight: Tensor | None = settings.get("weight")
+    return weight if known and settings.get("reduction", "mean") == "mean" else None
 
 
-def _buffers(part: Any) -> dict[str, Any]:
-    return dict(part.named_buffers()) if isinstance(part, nn.Module) else {}
+def _parts(loss: Any) -> Iterable[Any]:
+    return loss.modules() if isinstance(loss, nn.Module) else [loss]
 
 
 def weights_of(weights: Tensor | None, outputs: Any, targets: Any, ignored: int) -> Tensor | None:

@@ -44,7 +44,7 @@ KINDS = [
     Wrapped,
     Counted,
     lambda **settings: partial(cross_entropy, **settings),
-    lambda **settings: partial(partial(cross_entropy, **settings)),
+    lambda weight=None, **settings: partial(partial(cross_entropy, weight=weight), **settings),
 ]
 OF_EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=["torch", "own", "counted", "partial", "twice"])
 
@@ -132,10 +132,47 @@ def binary(outputs, targets):
     )
 
 
-OTHERS = [focal, hardest, binary, nn.MultiMarginLoss(weight=WEIGHTS), closure(weight=WEIGHTS)]
+class Focal(nn.CrossEntropyLoss):
+    """Has torch's settings, but weighs otherwise."""
+
+    def forward(self, outputs, targets):
+        return focal(outputs, targets)
 
 
-@pytest.mark.parametrize("loss", OTHERS)
+class Sum(nn.Module):
+    """Torch's weighted mean, and a second loss that is not weighted."""
+
+    def __init__(self):
+        super().__init__()
+        self.entropy, self.margin = nn.CrossEntropyLoss(weight=WEIGHTS), nn.MultiMarginLoss()
+
+    def forward(self, outputs, targets):
+        return self.entropy(outputs, targets) + self.margin(outputs, targets)
+
+
+class Named:
+    """A loss of one's own whose attributes have torch's names, but another meaning."""
+
+    ignore_index, weight, reduction = -100, torch.tensor([0.5, 0.25, 0.0]), "mean"
+
+    def __call__(self, outputs, targets):
+        return focal(outputs, targets) * self.weight.sum()
+
+
+OTHERS = {
+    "function": closure(weight=WEIGHTS),
+    "focal": focal,
+    "focal of torch's class": Focal(WEIGHTS),
+    "attributes": Named(),
+    "hardest": hardest,
+    "binary": binary,
+    "sum": Sum(),
+    "margin": nn.MultiMarginLoss(weight=WEIGHTS),
+    "partial": partial(lambda outputs, targets, weight: focal(outputs, targets), weight=WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("loss", OTHERS.values(), ids=OTHERS)
 def test_any_other_loss_weighs_the_samples_of_batches_alike(loss):
     outputs, labels = scores_and_labels()
     batches = zip(outputs.split(7), labels.split(7), strict=True)
