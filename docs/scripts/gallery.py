@@ -35,14 +35,14 @@ def part(study: Path, page: str) -> str:
     if unfinished := [run["directory"] for run in runs if run["phase"] != "done"]:
         sys.exit(f"{study}: {unfinished[0]} is not done")
     versions = sorted({one["torch"] for run in runs for one in run["provenance"]})
-    sources = sorted({one["source"] for run in runs for one in run["provenance"]})
+    sources = sorted({one["fl_lightning"] for run in runs for one in run["provenance"]})
     picture = next(study / f"{name}.png" for name in SHOWN if (study / f"{name}.png").is_file())
     FIGURES.mkdir(exist_ok=True)
     shutil.copy(picture, FIGURES / f"{name}.png")
     command = f"python -m fl_lightning study configs/studies/{found['name']}.yaml --scale {found['scale']}"
     table = (study / "table.md").read_text().strip()
     origin = (
-        f"Digest of the source: {', '.join(sources)}. PyTorch version: {', '.join(versions)}. "
+        f"Code: fl_lightning {', '.join(sources)}. PyTorch version: {', '.join(versions)}. "
         "The verdicts follow the [current rules](studies.md#verdicts)."
     )
     shown = (

@@ -48,7 +48,7 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = CommandParser(
         "study",
         _DESCRIPTION,
-        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--accept-stale] [--name NAME] [options of fit]",
+        "FILE [--scale quick|reduced|full] [--engine local|ray|slurm] [--jobs N] [--dry-run] [--rerun] [--name NAME] [options of fit]",
     )
     parser.add_argument("file", metavar="FILE", help="study, such as configs/studies/fixbn_table4.yaml")
     parser.add_argument("--scale", default="quick", help="quick (default), reduced or full")
@@ -57,8 +57,8 @@ def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--jobs", type=int, help="cells at a time (default: one for each GPU or core)")
     words = "print the state of each cell and the remaining time, without running cells"
     parser.add_argument("--dry-run", action="store_true", help=words)
-    words = "accept results of other source code, versions or data"
-    parser.add_argument("--accept-stale", action="store_true", help=words)
+    words = "compute cells of other code or versions anew"
+    parser.add_argument("--rerun", action="store_true", help=words)
     words = "folder of the tables in runs/studies (default: stem of FILE and scale, for any other options)"
     parser.add_argument("--name", help=words)
     options, fit_options = parser.parse_known_args(args)

@@ -75,7 +75,7 @@ def main(args: Sequence[str]) -> None:
     """
     options, fit_options = study_options(args)
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
-    cells = StudyCells(study, fit_options, options.accept_stale)
+    cells = StudyCells(study, fit_options, options.rerun)
     cells.check()
     if options.dry_run:
         dry_run(cells, options.jobs or 1)
@@ -124,11 +124,11 @@ class StudyCells:
     Args:
         study: The study.
         fit_options: Settings of all cells as arguments of ``fit``.
-        accept_stale: Whether stale results count (default False).
+        rerun: Whether results of other code are computed anew (default False).
     """
 
-    def __init__(self, study: Study, fit_options: Sequence[str], accept_stale: bool = False) -> None:
-        self.study, self._options, self._accept_stale = study, list(fit_options), accept_stale
+    def __init__(self, study: Study, fit_options: Sequence[str], rerun: bool = False) -> None:
+        self.study, self._options, self._rerun = study, list(fit_options), rerun
         self._made: dict[tuple[Any, ...], Cell] = {}
         if next(study.combinations(), None) is None:
             raise ConfigurationError(
@@ -212,7 +212,7 @@ class StudyCells:
                 folder += f"-every-{config['trainer']['check_val_every_n_epoch']}"
             # the configuration is resolved once for all seeds
             config = {**config, "seed_everything": seed, "name": folder}
-            self._made[key] = Cell(labels, seed, config, accept_stale=self._accept_stale)
+            self._made[key] = Cell(labels, seed, config, rerun=self._rerun)
         return self._made[key]
 
     def needed_metrics(self, cell: Cell) -> list[str]:

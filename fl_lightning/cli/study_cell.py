@@ -23,7 +23,7 @@ _PAUSE = 1.0  # seconds between two checks of the cell's state
 
 
 def preload() -> None:
-    """Import slow packages and compute the digest of the source code, once for all cells.
+    """Import slow packages and compute the digest of the code, once for all cells.
 
     Packages of data sets are not imported, because some of them import pyarrow, which starts a
     thread.
@@ -41,12 +41,12 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: Configuration file of the cell, and a JSON object. The object's key ``branch`` gives a
             checkpoint of the parent cell, from which a cell without a checkpoint starts. ``data``
-            gives the required digests of the data. If ``accept_stale`` is true, a stale result
-            counts as a result.
+            gives the required digests of the data. If ``rerun`` is true, a result of other code
+            does not count.
     """
     file, options = args[0], json.loads(args[1])
     config = plain_yaml(Path(file).read_text())
-    cell = Cell({}, config["seed_everything"], config, options["accept_stale"], data=options["data"])
+    cell = Cell({}, config["seed_everything"], config, options["rerun"], data=options["data"])
     with ExitStack() as held:
         with suppress(OSError):  # on a file system without locks, train without a lock
             cell.key.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ class RunRecord:
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: Settings that affect results, by dotted name; may be empty.
         computed_by: The executor and other facts that affect rounding errors; empty if unknown.
-        provenance: Digests and versions of the code that computed the run
+        provenance: Versions of the code that computed the run
             (:func:`~fl_lightning.experiments.run_directory.source.provenance`). Each change of the
             code adds an entry.
         compiled: Whether the clients' passes are compiled; None before the decision.

@@ -52,7 +52,7 @@ def test_an_attempt_that_went_on_from_another_learning_rate_is_not_the_cell(ran,
     capsys.readouterr()
     study("--dry-run")
     assert f"missing  lr=0.1 seed=0: {words}" in capsys.readouterr().out
-    study("--accept-stale")
+    study()
     assert f"missing, runs again: lr=0.1 seed=0: {words}" in capsys.readouterr().out
     assert (len(ran), folders()[0].name) == (5, f"{one.name}.3")
     assert origins(folders()[0]) == []

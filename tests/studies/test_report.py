@@ -75,7 +75,7 @@ def test_a_page_has_all_that_a_study_has_found(tmp_path):
     assert next(row for row in page.rows if row[:2] == ["GN, E = 10", "1"])[2] == "failed: the disk is full"
     assert "GN, E = 10 seed 1 (failed)" in page.text
     assert ["local steps E", "7"] in page.rows
-    assert ["source hash", "78871f7d"] in page.rows
+    assert ["fl lightning", "0.3.0 78871f7d"] in page.rows
     assert page.tags.count("svg") == 3  # against E, both axes, curves
 
 

@@ -1,4 +1,4 @@
-"""Cells of other source or other data than now: named, run again or accepted by word, never mixed."""
+"""Cells of other code are named, or computed anew by word. Cells of other data run again."""
 
 import json
 import os
@@ -12,28 +12,53 @@ from tests.support.study_in_process import finished_study, found, study, write
 
 
 @pytest.mark.slow
-def test_results_of_another_source_are_named_and_run_again_or_accepted(ran, capsys):
+def test_results_of_other_code_are_kept_and_named_in_one_line_or_computed_anew(ran, capsys):
     finished_study()
     folder = Path(found().rows[0].runs[0]["directory"])
     result = json.loads((folder / "result.json").read_text())
-    now = result["provenance"][0]["source"]
-    result["provenance"][0]["source"] = "0ld"
+    now = result["provenance"][0]["fl_lightning"]
+    result["provenance"][0]["fl_lightning"] = "0ld"
     (folder / "result.json").write_text(json.dumps(result))
     capsys.readouterr()
+    why = f"fl_lightning 0ld, now {now}"
     study("--dry-run")
-    assert "stale    T*=2 method=BN seed=0" in capsys.readouterr().out
-    study("--accept-stale")
-    assert len(ran) == 6
-    said = f"accepted though stale (source 0ld, now {now}): seed 0"
-    assert said in capsys.readouterr().out
+    assert f"done     T*=2 method=BN seed=0: {why}  " in capsys.readouterr().out
     study()
+    assert len(ran) == 6
+    said = f"computed by other code: T* = 2, BN, seed 0 ({why})\n"
+    assert said in capsys.readouterr().out
+    assert f"- {said}" in next(Path("runs/studies").glob("*/table.md")).read_text()
+    study("--rerun", "--dry-run")
+    assert (
+        f"stale    T*=2 method=BN seed=0, after round 2 of T*=4 method=BN seed=0: {why}  "
+        in capsys.readouterr().out
+    )
+    study("--rerun")
     assert len(ran) == 7
     again = Path(found().rows[0].runs[0]["directory"])
     assert again.name == f"{folder.name}.2"
     assert json.loads((again / "result.json").read_text())["test/accuracy"] == result["test/accuracy"]
     out = capsys.readouterr().out
-    assert f"stale, runs again: T*=2 method=BN seed=0: source 0ld, now {now}" in out
-    assert "accepted" not in out
+    assert f"stale, runs again: T*=2 method=BN seed=0: {why}" in out
+    assert "other code" not in out
+    study("--rerun")
+    assert len(ran) == 7
+
+
+@pytest.mark.slow
+def test_a_cell_continues_from_shared_rounds_of_the_same_code_only(ran):
+    """A parent of other code counts as a result, but not as the first rounds of a new cell."""
+    finished_study()
+    child, parent = (Path(found().rows[index].runs[0]["directory"]) for index in (0, 2))
+    shutil.rmtree(child)
+    result = json.loads((parent / "result.json").read_text())
+    result["provenance"][0]["fl_lightning"] = "0ld"
+    (parent / "result.json").write_text(json.dumps(result))
+    study()
+    assert len(ran) == 7
+    again = json.loads(Path(found().rows[0].runs[0]["directory"], "result.json").read_text())
+    assert again["continued_from"] == []
+    assert len(again["provenance"]) == 1
 
 
 def trained_on_others(one, written):
@@ -51,10 +76,7 @@ def test_a_cell_on_other_data_than_newer_ones_is_run_again(ran, capsys):
     old = found().rows[0].runs[0]
     trained_on_others(old, 1)
     capsys.readouterr()
-    study("--accept-stale")
-    assert len(ran) == 6
     why = "other data than newer cells: training"
-    assert f"accepted though stale ({why}): seed 0" in capsys.readouterr().out
     study("--dry-run")
     out = capsys.readouterr().out
     assert out.startswith(f"stale    T*=2 method=BN seed=0, after round 2 of T*=4 method=BN seed=0: {why}")
@@ -129,20 +151,17 @@ def test_a_rate_that_was_tried_on_other_data_is_tried_again_before_it_chooses(ra
     assert len(ran) == count + 1
 
 
-def test_source_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
+def test_code_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.start.provenance", lambda config: {"source": "edited"}
+        "fl_lightning.experiments.run_directory.start.provenance", lambda config: {"fl_lightning": "edited"}
     )
-    write(
-        axes={"method": {"BN": {}}},
-        without=[],
-        published=[],
-        claims=[],
-        scales={"quick": {"base": "tiny.yaml"}},
-    )
+    one = {"quick": {"base": "tiny.yaml", "seeds": [0]}}
+    write(axes={"method": {"BN": {}}}, without=[], published=[], claims=[], scales=one)
+    study()
+    assert "computed by other code: all cells (fl_lightning edited, now " in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        study()
+        study("--rerun")
     assert (
-        "seed=0: source, versions or data have changed since the study was started (source edited, now "
+        "seed=0: code or data have changed since the study was started (fl_lightning edited, now "
         in capsys.readouterr().out
     )

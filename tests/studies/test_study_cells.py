@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fl_lightning import __version__
 from fl_lightning.cli.command_line import main, resolve
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory import source
@@ -45,25 +47,42 @@ def test_settings_are_resolved_as_fit_prints_them_and_refused_in_its_words(optio
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_cell_is_done_where_this_source_has_computed_it():
+def test_a_result_of_other_code_counts_unless_it_is_computed_anew():
     one = cell()
     assert one.state().phase == "missing"
-    finish(one, provenance=[{**one.now, "source": "0ld"}])
-    state = one.state()
-    assert (state.phase, state.why) == ("stale", f"source 0ld, now {one.now['source']}")
-    assert replace(one, accept_stale=True).state().phase == "done"
+    finish(one, provenance=[{**one.now, "fl_lightning": "0ld"}])
+    state, why = one.state(), f"fl_lightning 0ld, now {one.now['fl_lightning']}"
+    assert (state.phase, state.why, state.round) == ("done", why, 40)
+    state = replace(one, rerun=True).state()
+    assert (state.phase, state.why, state.round) == ("stale", why, 0)
     finish(one, ".2", provenance=[])
-    assert one.state().why == "the result does not name its source code and versions"
+    assert one.state().why == "the result does not name its code"
     finish(one, ".3")
-    assert one.state().phase == "done"
     finish(one, ".4", provenance=[{**one.now, "torch": "1.0"}])
-    assert one.state().attempt.path.name.endswith(".3")  # a later one by other versions takes nothing away
+    for again in (False, True):  # a later one by other versions takes nothing away
+        state = replace(one, rerun=again).state()
+        assert (state.phase, state.why) == ("done", "")
+        assert state.attempt.path.name.endswith(".3")
 
 
-def test_what_two_sources_have_computed_is_stale():
+@pytest.mark.parametrize("of_other_data", ["", ".2"])
+def test_of_two_results_one_of_other_code_counts_before_one_of_other_data(of_other_data):
     one = cell()
-    finish(one, provenance=[{**one.now, "source": "0ld"}, one.now])
-    assert one.state().phase == "stale"
+    one.data = {"training": "now"}
+    for attempt in ("", ".2"):
+        old = attempt == of_other_data
+        training, code = ("others", one.now) if old else ("now", {**one.now, "torch": "1.0"})
+        finish(one, attempt, provenance=[code], data={"training": training})
+    state = one.state()
+    assert (state.phase, state.why) == ("done", f"torch 1.0, now {one.now['torch']}")
+    state = replace(one, rerun=True).state()
+    assert state.phase == "stale"
+
+
+def test_one_of_two_codes_of_a_run_suffices_to_name_it():
+    one = cell()
+    finish(one, provenance=[{**one.now, "fl_lightning": "0ld"}, one.now])
+    assert one.state().why.startswith("fl_lightning 0ld, now ")
 
 
 def test_a_shorter_run_or_a_half_written_result_is_no_result():
@@ -128,14 +147,14 @@ def test_a_cell_is_running_while_its_folder_is_locked_and_failed_where_it_left_a
     assert (one.state().phase, one.state().why) == ("failed", "ValueError: too large")
 
 
-def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
+def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_code_only():
     one = cell()
     folder = finish(one)
     (folder / "result.json").unlink()
     (folder / "checkpoints").mkdir()
 
-    def checkpoint(source):
-        record = {"provenance": [{**one.now, "source": source}]}
+    def checkpoint(code):
+        record = {"provenance": [{**one.now, "fl_lightning": code}]}
         kept = {
             "fl_lightning": {"record": record},
             "global_step": 3,
@@ -144,12 +163,11 @@ def test_a_stopped_cell_goes_on_from_its_checkpoint_of_the_same_source_only():
         }
         AtomicCheckpointIO().save_checkpoint(kept, folder / "checkpoints" / "last.ckpt")
 
-    checkpoint(one.now["source"])
+    checkpoint(one.now["fl_lightning"])
     assert one.state().phase == "stopped"
     assert one.checkpoint() == folder / "checkpoints" / "last.ckpt"
     checkpoint("0ld")
     assert (one.state().phase, one.checkpoint()) == ("missing", None)
-    assert replace(one, accept_stale=True).state().phase == "stopped"
 
 
 @pytest.mark.slow
@@ -172,7 +190,8 @@ def test_how_a_cell_is_computed_stands_in_its_configuration():
 def test_no_value_of_a_stale_cell_is_in_the_table():
     cells = study_cells(choose=[], axes={"method": {"BN": {}}})
     one = cells.cell({"method": "BN"}, 0)
-    finish(one, provenance=[{**one.now, "source": "0ld"}], **{"test/accuracy": 0.5})
+    one.data = {"training": "now"}
+    finish(one, data={"training": "others"}, **{"test/accuracy": 0.5})
     results = collect(cells.study, [one], [], {})
     assert (len(results.values), [*results.cells["phase"]]) == (0, ["stale"])
 
@@ -222,21 +241,99 @@ def test_named_clients_are_judged_by_the_models_that_they_use(named, personal):
     assert (line in remarks(results)[0]) == personal
 
 
-def test_comments_docstrings_and_layout_are_no_source(tmp_path, monkeypatch):
+def checkout(folder, monkeypatch):
+    """A package in a git checkout."""
+    for name in ("fl_lightning", "callbacks", "datamodules", "docs"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file.py").write_text("x = 1\n")
+    (folder / ".gitignore").write_text("*.pyc\n")
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        git(folder, *arguments)
+    monkeypatch.setattr(source, "_HOME", folder / "fl_lightning")
+
+
+def git(folder, *arguments):
+    names = ["-c", "user.name=one", "-c", "user.email=one@example.org"]
+    subprocess.run(["git", "-C", str(folder), *names, *arguments], check=True, capture_output=True)
+
+
+def package():
+    source._package.cache_clear()
+    try:
+        return provenance({})["fl_lightning"]
+    finally:
+        source._package.cache_clear()
+
+
+def test_the_code_of_a_checkout_has_a_digest_of_what_is_committed_and_of_what_is_not(tmp_path, monkeypatch):
+    folder = tmp_path / "a folder"
+    checkout(folder, monkeypatch)
+    clean = package()
+    assert clean.startswith(f"{__version__} ")
+    assert "+" not in clean
+    seen = [clean]
+    for name in ("fl_lightning/file.py", "callbacks/file.py", "datamodules/file.py", "callbacks/new ö.py"):
+        place = folder / name
+        before = place.read_bytes() if place.exists() else None
+        for text in ("x = 2\n", "x = 3\n"):
+            place.write_text(text)
+            seen.append(package())
+            assert seen[-1].startswith(f"{clean}+")
+        place.unlink() if before is None else place.write_bytes(before)
+        assert package() == clean
+    assert len({*seen}) == len(seen)
+    for other in ("docs/file.py", "docs/new.py", "callbacks/file.pyc"):
+        (folder / other).write_text("y\n")
+    assert package() == clean
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "docs")
+    assert package() == clean
+    (folder / "callbacks/file.py").write_text("x = 2\n")
+    git(folder, "commit", "-qam", "a change")
+    changed = package()
+    assert changed.partition("+")[0] != clean
+    assert "+" not in changed
+
+
+@pytest.mark.parametrize("why", ["no checkout", "within another", "no git", "slow"])
+def test_without_a_checkout_the_code_has_its_version(why, tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    if why in ("no git", "slow"):
+        checkout(folder, monkeypatch)
+        error = FileNotFoundError("git") if why == "no git" else subprocess.TimeoutExpired("git", 10)
+        monkeypatch.setattr(subprocess, "run", raising(error))
+    else:
+        (folder / "fl_lightning").mkdir(parents=True)
+        if why == "within another":
+            (tmp_path / ".gitignore").write_text("site-packages\n")
+            for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+                git(tmp_path, *arguments)
+        monkeypatch.setattr(source, "_HOME", folder / "fl_lightning")
+    assert package() == __version__
+
+
+def raising(error):
+    def run(*arguments, **settings):
+        raise error
+
+    return run
+
+
+def test_own_code_is_named_by_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    own, config = (
-        tmp_path / "mine_for_source.py",
-        {"trainer": {"callbacks": [{"class_path": "mine_for_source.Mine"}]}},
-    )
+    own = tmp_path / "mine_for_source.py"
+    config = {"trainer": {"callbacks": [{"class_path": "mine_for_source.Mine"}]}}
     own.write_text("class Mine:\n    x = 1\n")
     before = provenance(config)
-    assert before.keys() - provenance({}).keys() == {"mine_for_source.Mine"}
-    assert before != provenance({})
-    own.write_text('"""A page."""\n\n\nclass Mine:\n    """Words."""\n\n    x = 1  # one\n')
-    assert provenance(config) == before
+    assert before.keys() - provenance({}).keys() == {"mine_for_source"}
     own.write_text("class Mine:\n    x = 2\n")
-    assert provenance(config)["mine_for_source.Mine"] != before["mine_for_source.Mine"]
+    assert differences([before], provenance(config)).startswith(
+        f"mine_for_source {before['mine_for_source']}, now "
+    )
     assert provenance({"model": {"class_path": "torch.optim.SGD"}}) == provenance({})
+    assert provenance(
+        {"trainer": {"callbacks": ["FixBN", {"class_path": "fl_lightning.callbacks.FedProx"}]}}
+    ) == provenance({})
 
 
 def test_what_an_own_class_imports_is_source_too(tmp_path, monkeypatch):
@@ -258,21 +355,15 @@ def test_what_an_own_class_imports_is_source_too(tmp_path, monkeypatch):
     assert counted == {"method.py", "losses.py", "deeper.py"}
 
 
-def test_own_functions_initial_weights_and_libraries_of_models_are_source_too(tmp_path, monkeypatch):
+def test_own_functions_are_code_and_initial_weights_are_settings(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     own, weights = tmp_path / "mine_for_functions.py", tmp_path / "w.pt"
     loss = {"model": {"loss": "mine_for_functions.my_loss"}}
-    net = {
-        "model": {
-            "model": {"class_path": "library_model", "init_args": {"function": "mine_for_functions.net"}}
-        }
-    }
+    net = {"model": {"class_path": "library_model", "init_args": {"function": "mine_for_functions.net"}}}
     own.write_text("def my_loss(): return 1\ndef net(): return 1\n")
     before = provenance(loss), provenance(net)
     own.write_text("def my_loss(): return 2\ndef net(): return 1\n")
-    assert all(
-        provenance(config)["source"] != old["source"] for config, old in zip((loss, net), before, strict=True)
-    )
+    assert all(provenance(config) != old for config, old in zip((loss, net), before, strict=True))
     start = {"model": {"initial_weights": str(weights)}}
     found = []
     for content in (b"one", b"other"):
@@ -280,53 +371,7 @@ def test_own_functions_initial_weights_and_libraries_of_models_are_source_too(tm
         os.utime(weights, ns=(len(content), len(content)))
         found.append(config_hash(start))
     assert found[0] != found[1]
-    assert provenance({"function": "torchvision.models.resnet18"})["torchvision"] == version("torchvision")
-    assert "torchvision" not in provenance(loss)
-    own.write_text("from torchvision.models import resnet18\ndef my_loss(): return 2\n")
-    assert provenance(loss)["torchvision"] == version("torchvision")
-
-
-def test_the_core_is_source_whoever_shows_a_run_is_not(monkeypatch):
-    seen = []
-    monkeypatch.setattr(source, "_code", lambda path: (seen.append(path.name), b"")[1])
-    source._core.__wrapped__()
-    assert {"final_evaluation.py", "module.py", "randomness.py"} <= {*seen}
-    assert not {"console.py", "result.py", "fixbn.py", "partitioned_data.py"} & {*seen}
-
-
-def test_methods_and_data_sets_are_source_of_the_runs_that_use_them(monkeypatch):
-    plain = cell().config
-    fixbn = {
-        **plain,
-        "trainer": {**plain["trainer"], "callbacks": [{"class_path": "fl_lightning.callbacks.FixBN"}]},
-    }
-    before, with_method = provenance(plain), provenance(fixbn)
-    assert "fl_lightning.callbacks.FixBN" not in before
-    assert {name: with_method[name] for name in before} == before
-    code = source._code
-    edits = {
-        "fixbn.py": {"fl_lightning.callbacks.FixBN"},
-        "partitioned_data.py": {"source"},
-        "fedbn.py": set(),
-        "silobn.py": set(),
-    }
-    for file, names in edits.items():
-        monkeypatch.setattr(source, "_code", lambda path, file=file: code(path) + b"x" * (path.name == file))
-        changed = {name for name, now in provenance(fixbn).items() if now != with_method[name]}
-        assert changed == names
-        stale = differences([with_method], provenance(fixbn))
-        assert [name for name in names if f"{name} " not in stale] == []
-        assert bool(stale) == bool(names)
-
-
-def test_methods_of_one_name_are_each_source(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("mine_first", "mine_second"):
-        (tmp_path / f"{name}.py").write_text("class Mine:\n    x = 1\n")
-    config = {"trainer": {"callbacks": [{"class_path": f"mine_{name}.Mine"} for name in ("first", "second")]}}
-    before = provenance(config)
-    (tmp_path / "mine_first.py").write_text("class Mine:\n    x = 2\n")
-    assert differences([before], provenance(config)).startswith("mine_first.Mine ")
+    assert provenance({})["torchvision"] == version("torchvision")
 
 
 def test_classes_of_a_notebook_and_classes_in_classes_have_no_file_of_their_own(monkeypatch):

@@ -186,13 +186,13 @@ def test_where_all_diverge_smaller_rates_are_tried_and_no_other_axis_is_extended
     assert "edge of the grid" in choice_in_words(choice)
 
 
-def test_stale_trials_choose_nothing_unless_they_are_accepted():
+def test_trials_of_other_code_choose_unless_they_are_computed_anew():
     cells = study_cells()
     for one in cells.trials[0]:
-        finish(one, provenance=[{**one.now, "source": "0ld"}])
-    assert {one.chosen for one in chosen(cells.study, cells.trials)} == {None}
-    accepted = [[replace(one, accept_stale=True) for one in trial] for trial in cells.trials]
-    assert {one.chosen for one in chosen(cells.study, accepted)} == {"0.1"}
+        finish(one, provenance=[{**one.now, "fl_lightning": "0ld"}])
+    assert {one.chosen for one in chosen(cells.study, cells.trials)} == {"0.1"}
+    anew = [[replace(one, rerun=True) for one in trial] for trial in cells.trials]
+    assert {one.chosen for one in chosen(cells.study, anew)} == {None}
 
 
 @pytest.mark.parametrize(

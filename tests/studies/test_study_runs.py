@@ -151,14 +151,14 @@ def test_a_cell_that_goes_on_from_another_one_prefers_its_own_checkpoint_once_it
 @pytest.mark.parametrize(
     ("target", "now"),
     [
-        ("fl_lightning.experiments.studies.cells.provenance", lambda config: {"source": "another"}),
+        ("fl_lightning.experiments.studies.cells.provenance", lambda config: {"torch": "another"}),
         (
             "fl_lightning.datamodules.in_memory.InMemoryDataModule.fingerprint",
             lambda data: {"training": "another"},
         ),
     ],
 )
-def test_a_cell_does_not_go_on_from_other_source_or_data(target, now, monkeypatch):
+def test_a_cell_does_not_go_on_from_other_code_or_data(target, now, monkeypatch):
     write_study(through={})
     (cell,), engine = study_cells().values(), Recorder()
     with monkeypatch.context() as patch, strike(patch, 5):

@@ -18,6 +18,7 @@ from fl_lightning.experiments.studies.tables import (
     latex_tables,
     learning_rate,
     mean_and_deviation,
+    remark_lines,
     remarks,
     seeds_of,
     spread_table,
@@ -138,7 +139,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
     remarks = [dict(zip(header, row, strict=True))["remarks"] for row in rows[1:]]
     assert remarks == [
         "diverged in 1 of 3 seeds; failed: seed 1; missing: seed 2",
-        "accepted though stale (torch 1, now 2): seed 0",
+        "",
         "stale: seed 0, 1, 2",
     ]
     assert dict(zip(header, rows[2], strict=True))["learning rate"] == "0.1, by validation"
@@ -235,10 +236,28 @@ def test_a_row_that_is_read_of_other_runs_says_so():
 
 
 def test_seeds_that_are_not_of_one_kind_are_named():
-    one = {"source": "1234", "torch": "2.14"}
-    runs = [run(0, rounds=3, provenance=[one]), run(1, provenance=[one | {"torch": "2.15"}])]
-    (lines,) = remarks(results([group("BN", "1", [0.3, 0.4], runs=runs)]))
-    assert lines == ["seed 0 ended after round 3 of 10", "seeds of different source or versions"]
+    (lines,) = remarks(results([group("BN", "1", [0.3, 0.4], runs=[run(0, rounds=3), run(1)])]))
+    assert lines == ["seed 0 ended after round 3 of 10"]
+
+
+def test_one_line_names_the_cells_of_other_code():
+    def line(*runs):
+        groups = [
+            group(m, "1", [0.3] * len(own), runs=own) for m, own in zip(("BN", "GN"), runs, strict=True)
+        ]
+        found = remark_lines(results(groups, choose=[]))
+        return [one.removeprefix("computed by other code: ") for one in found]
+
+    old, older = "torch 1, now 2", "torch 0, now 2"
+    assert line([run(0), run(1)], [run(0)]) == []
+    assert line([run(0, why=old), run(1, why=old)], [run(0, why=old)]) == [f"all cells ({old})"]
+    assert line([run(0, why=old), run(1)], [run(0)]) == [f"BN, E = 1, lr = 0.1, seed 0 ({old})"]
+    both = line([run(0, why=old), run(1, why=older), run(2, why=old)], [run(0, why=old)])
+    assert both == [
+        f"BN, E = 1, lr = 0.1, seed 0, 2; GN, E = 1, lr = 0.1 ({old}); BN, E = 1, lr = 0.1, seed 1 ({older})"
+    ]
+    failed = line([run(0, "failed", why="boom"), run(1, why=old)], [run(0, why=old)])
+    assert failed[-1] == f"all cells ({old})"
 
 
 def test_columns_that_nobody_fills_are_left_out():
@@ -264,7 +283,7 @@ def test_a_table_is_narrow_by_default_and_remarks_stand_below_it(tmp_path):
     assert {"test loss", "seeds", "training", "remarks"} < {*wide_table(found).columns}
     write_tables(tmp_path, found)
     assert (
-        "\n- GN, E = 1, lr = 0.1: accepted though stale (torch 1, now 2): seed 0\n"
+        "\n- computed by other code: GN, E = 1, lr = 0.1, seed 0 (torch 1, now 2)\n"
         in (tmp_path / "table.md").read_text()
     )
     assert cells_of((tmp_path / "table.tex").read_text())[1][0] == [

@@ -44,7 +44,7 @@ def result(accuracy, callback):
         "train_seconds": 12.5,
         "computed_by": {"device": "cpu", "threads": 1, "executor": "SequentialExecutor()"},
         "environment": {"python": "3.11.7", "torch": "2.11.0", "git_commit": "abcdef12"},
-        "provenance": [{"source": "78871f7d", "torch": "2.11.0"}],
+        "provenance": [{"fl_lightning": "0.3.0 78871f7d", "torch": "2.11.0"}],
         "data": {"training": "468d2b204465bea7"},
     }
 

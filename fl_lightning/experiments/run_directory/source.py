@@ -1,12 +1,13 @@
-"""Digests of the source code that computes a run, without comments and docstrings."""
+"""Versions of the code that computes a run: of this package, of libraries, and of the user's own files."""
 
 import ast
 import hashlib
 import inspect
 import platform
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -18,78 +19,65 @@ from typing import Any
 import lightning as L
 import torch
 
+from fl_lightning import __version__
 from fl_lightning.experiments.run_directory.config_digest import class_path
 from fl_lightning.experiments.run_directory.directory import Config
 
 _HOME = Path(__file__).resolve().parents[2]
-
-_NO_NUMBERS = frozenset(
-    {
-        *("__init__.py", "__main__.py", "console.py", "folders.py", "yaml_file.py"),
-        *("cli", "experiments", "pictures", "testing", "verification"),
-    }
-)
-"""Files and folders of the package whose code does not affect results.
-
-All other code is the core.
-"""
-
-_BY_USE = ("fl_lightning.callbacks.", "fl_lightning.datamodules.")
-"""Prefixes of the full names of methods and data modules.
-
-The code of a method or data module affects only runs that use it.
-"""
-
+_FOLDERS = ("fl_lightning", "callbacks", "datamodules")
 _LIBRARIES = ("torchvision", "timm", "segmentation_models_pytorch")
 _STANDARD = Path(sysconfig.get_path("stdlib"))
 
 
 def provenance(config: Config) -> dict[str, str]:
-    """Return digests and versions of the code that computes a run on this machine.
+    """Return versions of the code that computes a run on this machine.
 
     Args:
         config: The resolved configuration, which may name a user's classes and functions.
 
     Returns:
-        Digests of eight hex digits, and versions. The digest ``source`` covers the core, the model
-        and the data. Each method has a separate digest under the method's full name. The versions
-        are of Python, PyTorch, Lightning, and the model libraries that the configuration uses.
+        Versions by name. ``fl_lightning`` also has a digest of a checkout's committed code and, after
+        ``+``, of changes that are not committed. Each module of the user's own that the configuration
+        names or that such a module imports has a digest of its file, under the module's full name.
+        All digests have eight hex digits.
     """
-    trainer = config.get("trainer") or {}
-    entries = trainer.get("callbacks") or []
-    names = _dotted_names({**config, "trainer": {**trainer, "callbacks": None}})
-    files = _files(names)
-    computes = {
-        "source": _digest(files, _core()),
+    return {
+        "fl_lightning": _package(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": L.__version__,
+        **{name: version(name) for name in _LIBRARIES if find_spec(name)},
+        **{module: _digest(path.read_bytes()) for module, path in _files(_dotted_names(config)).items()},
     }
-    methods: dict[str, dict[str, Path]] = {}
-    for entry in entries if isinstance(entries, list) else [entries]:
-        if entry_files := _files(_dotted_names(entry)):
-            path = entry["class_path"] if isinstance(entry, Mapping) else str(entry)
-            methods.setdefault(path, {}).update(entry_files)
-    for path, method_files in methods.items():
-        files |= method_files
-        computes[path] = _digest(method_files)
-    names |= {name for module, path in files.items() for name in _imports(path, module)}
-    roots = {name.partition(".")[0] for name in names}
-    return computes | {name: version(name) for name in _LIBRARIES if name in roots and find_spec(name)}
 
 
-def _digest(files: Mapping[str, Path], start: bytes = b"") -> str:
-    digest = hashlib.sha256(start)
-    for module in sorted(files):
-        digest.update(_code(files[module]))
-    return digest.hexdigest()[:8]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+@cache
+def _package() -> str:
+    """Return the version of this package; in a git checkout also digests of its code."""
+    try:
+        committed = _git("rev-parse", *(f"HEAD:./{folder}" for folder in _FOLDERS))
+        changed = _git("diff", "HEAD", "--", *_FOLDERS)
+        new = _git("ls-files", "-z", "--others", "--exclude-standard", "--", *_FOLDERS).split(b"\0")[:-1]
+        added = b"".join(name + (_HOME.parent / name.decode()).read_bytes() for name in new)
+    except (OSError, subprocess.SubprocessError):
+        return __version__
+    more = f"+{_digest(changed + added)}" if changed or added else ""
+    return f"{__version__} {_digest(committed)}{more}"
+
+
+def _git(*arguments: str) -> bytes:
+    command = ["git", "--no-optional-locks", "-C", str(_HOME.parent), *arguments]
+    return subprocess.run(command, capture_output=True, timeout=10, check=True).stdout
 
 
 def _files(names: Iterable[str]) -> dict[str, Path]:
     """Return the files of the modules that define the given names, and the files that they import.
 
-    Only the user's own files count, and the files of the methods and data modules that are used.
-    If a package only re-exports a name, the file of the module that defines the name counts.
+    Only the user's own files count. If a package only re-exports a name, the file of the module that defines the name counts.
     """
     files: dict[str, Path] = {}
     waiting, seen = [*names], set[str]()
@@ -123,7 +111,7 @@ def _found(module: str) -> Any:
 
 
 def _file(module: str) -> Path | None:
-    """Return the file of a module of the user's, or of a method or data module, else None.
+    """Return the file of a module of the user's own, else None.
 
     The place of the file decides, not its name: a user may have a module ``trace``.
     """
@@ -132,7 +120,7 @@ def _file(module: str) -> Path | None:
     if path.suffix != ".py" or not path.is_file():
         return None
     if module.partition(".")[0] == _HOME.name:
-        return path if f"{module}.".startswith(_BY_USE) else None
+        return None
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return None if is_installed or path.is_relative_to(_STANDARD) else path
 
@@ -171,35 +159,3 @@ def _dotted_names(tree: Any) -> set[str]:
         elif isinstance(node, list):
             waiting += node
     return names
-
-
-@cache
-def _core() -> bytes:
-    digest = hashlib.sha256()
-    outside = _NO_NUMBERS | {name.split(".")[1] for name in _BY_USE} | {"configs"}
-    for path in sorted(
-        path for path in _HOME.rglob("*.py") if path.relative_to(_HOME).parts[0] not in outside
-    ):
-        digest.update(str(path.relative_to(_HOME)).encode())
-        digest.update(_code(path))
-    return digest.digest()
-
-
-def _code(path: Path) -> bytes:
-    """Return the syntax tree of a Python file as bytes, without docstrings and comments."""
-    return _code_of(path.read_bytes())
-
-
-@cache
-def _code_of(content: bytes) -> bytes:
-    tree = ast.parse(content)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            del body[0]
-    return ast.dump(tree).encode()

@@ -89,7 +89,7 @@ class RunStart(L.Callback):
         pl_module.record.computed_by = describe_computing(pl_module)
 
     def _note_origin(self, module: FederatedModule) -> None:
-        """Record the settings and code digests that checkpoints contain.
+        """Record the settings and versions of the code that checkpoints contain.
 
         In a resumed run, print what has changed since the checkpoint.
         """
@@ -99,7 +99,7 @@ class RunStart(L.Callback):
         if changed := _changes(last, computes):
             print(f"code or versions changed after round {start.round}: {changed}", flush=True)
         elif last.keys() <= computes.keys():
-            # delete the last entry, because the new entry contains the same digests
+            # delete the last entry, because the new entry contains the same versions
             del record.provenance[-1:]
         if computes not in record.provenance:
             record.provenance.append(computes)

@@ -21,9 +21,9 @@ from fl_lightning.round.record import Origin
 Phase = Literal["done", "stale", "running", "stopped", "failed", "missing"]
 """Phase of a cell.
 
-- ``done``: The cell has a result.
-- ``stale``: The result was computed with source code, package versions or data that have changed
-  since.
+- ``done``: The cell has a result, maybe of other code.
+- ``stale``: The result was computed on other data than newer cells, or by other code, if such
+  cells are computed anew.
 - ``running``: A process trains the cell.
 - ``stopped``: The cell is not running, but can resume from a checkpoint.
 - ``failed``: The newest attempt ended with an error.
@@ -47,7 +47,8 @@ class State(NamedTuple):
         phase: Phase of the cell.
         attempt: Attempt that determines the phase, or None.
         result: Content of the attempt's ``result.json``, or None.
-        why: Reason for the phase, such as an error message; ``""`` if no reason is known.
+        why: Reason for the phase, such as an error message; ``""`` if no reason is known. For a
+            result of other code, the versions that differ.
         round: Last logged round (default 0).
     """
 
@@ -71,7 +72,7 @@ class Cell:
         labels: Label of each axis.
         seed: Seed of the run.
         config: Resolved configuration.
-        accept_stale: Whether a stale result counts as ``done`` (default False).
+        rerun: Whether a result of other code is ``stale``, so that it is computed anew (default False).
         parent: Cell that trains the first ``shared_rounds`` rounds for this cell, or None.
         shared_rounds: Number of rounds shared with the parent.
         keep_rounds: Rounds whose checkpoints are kept because other cells continue from them.
@@ -81,7 +82,7 @@ class Cell:
     labels: dict[str, str]
     seed: int
     config: Config
-    accept_stale: bool = False
+    rerun: bool = False
     parent: "Cell | None" = None
     shared_rounds: int = 0
     keep_rounds: set[int] = field(default_factory=set)
@@ -127,7 +128,7 @@ class Cell:
 
     def state(self) -> State:
         """Return the cell's state, read from its run directories."""
-        stale: State | None = None
+        kept: State | None = None
         damaged = ""
         attempts, origin = self._attempts()
         for attempt in attempts:
@@ -139,17 +140,24 @@ class Cell:
                 continue
             if not result["rounds"] == result["planned_rounds"] == (self.rounds or result["rounds"]):
                 continue
-            why = differences(result.get("provenance", []), self.now) or self._other_data(result)
-            if not why or self.accept_stale:
-                return State("done", attempt, result, why, int(result["rounds"]))
-            stale = stale or State("stale", attempt, result, why)
+            other_data = self._other_data(result)
+            other_code = differences(result.get("provenance", []), self.now)
+            phase: Phase = "stale" if other_data or (other_code and self.rerun) else "done"
+            rounds = int(result["rounds"]) if phase == "done" else 0
+            state = State(phase, attempt, result, other_data or other_code, rounds)
+            if not state.why:
+                return state
+            if kept is None or (kept.phase, phase) == ("stale", "done"):
+                kept = state
+        if kept is not None and kept.phase == "done":
+            return kept
         if not attempts:
             return State("missing", why=origin)
         newest, last = attempts[0], last_round(attempts[0])
         if newest.is_locked():
             return State("running", newest, round=last)
-        if stale is not None and stale.attempt is newest:
-            return stale
+        if kept is not None and kept.attempt is newest:
+            return kept
         if newest.error.exists():
             return State("failed", newest, why=newest.last_error(), round=last)
         if self._resumable(newest):
@@ -159,7 +167,7 @@ class Cell:
     def checkpoint(self) -> Path | None:
         """Return the newest attempt's checkpoint, from which the cell can be resumed.
 
-        Return None if the checkpoint is missing or stale, or if the attempt has a result.
+        Return None if the checkpoint is missing or of other code, or if the attempt has a result.
         """
         newest = next(iter(self._attempts()[0]), None)
         if newest is None or not self._resumable(newest):
@@ -180,13 +188,14 @@ class Cell:
     def branch(self) -> Path | None:
         """Return the parent's checkpoint after the shared rounds, or None.
 
-        The parent is the cell that trains the shared rounds. If the checkpoint is damaged, print a
-        message and return None. The cell then trains the shared rounds itself.
+        The parent is the cell that trains the shared rounds. If the checkpoint is of other code, return
+        None. If it is damaged, print a message and return None. The cell then trains the shared rounds
+        itself.
         """
         if self.parent is None or (state := self.parent.state()).attempt is None:
             return None
         path = state.attempt.checkpoints / f"round_{self.shared_rounds}.ckpt"
-        if state.phase != "done" or not path.is_file():
+        if state.phase != "done" or state.why or not path.is_file():
             return None
         try:
             load_checkpoint(path)
@@ -205,7 +214,7 @@ class Cell:
 
     def _resumable(self, attempt: Attempt) -> bool:
         record = None if attempt.result.exists() else _record(attempt)
-        return record is not None and (self.accept_stale or not differences(record["provenance"], self.now))
+        return record is not None and not differences(record["provenance"], self.now)
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
@@ -233,17 +242,17 @@ def _record_of(checkpoint: Path, written: int) -> Config | None:
 
 
 def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
-    """Describe which source code and package versions have changed since a run.
+    """Describe which code has changed since a run.
 
     The text is empty if nothing has changed. A name that is not in a record is ignored. For
     example, the record of a shared first stage does not contain methods that are used later.
 
     Args:
-        computed_by: Records of source code and versions, one for each part of the run.
-        now: The present source code and versions.
+        computed_by: Versions of the code, one record for each part of the run.
+        now: The present versions.
     """
     if not computed_by:
-        return "the result does not name its source code and versions"
+        return "the result does not name its code"
     changed = {
         f"{name} {before[name]}, now {now[name]}"
         for before in computed_by

@@ -185,12 +185,12 @@ def _link(path: Path, home: Path) -> str:
 
 
 def _provenance(runs: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
-    """Count the runs with each source hash, each package version, each executor and so on."""
+    """Count the runs with each version of the code, each package version, each executor and so on."""
     counts: dict[str, Counter[str]] = {}
     for run in runs:
         every = {
             **run["environment"],
-            "source hash": ", ".join(dict.fromkeys(str(x.get("source")) for x in run.get("provenance", ()))),
+            "fl_lightning": ", ".join(dict.fromkeys(x["fl_lightning"] for x in run.get("provenance", ()))),
             **{name: run.get("computed_by", {}).get(name) for name in COMPUTED},
             **{f"{x} data".replace("partition data", "partition"): y for x, y in run.get("data", {}).items()},
         }

@@ -159,7 +159,7 @@ class Runner:
         options = {
             "branch": branch and str(branch.resolve()),
             "data": cell.data,
-            "accept_stale": cell.accept_stale,
+            "rerun": cell.rerun,
         }
         arguments = [str(file.resolve()), json.dumps(options)]
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
@@ -169,7 +169,7 @@ class Runner:
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Return the reason why a cell has no result, in one line."""
         if state.phase == "stale" and not status:
-            return f"source, versions or data have changed since the study was started ({state.why}); run the same command again"
+            return f"code or data have changed since the study was started ({state.why}); run the same command again"
         if not status:
             return f"it ended after round {state.round} of {cell.rounds}; leave out early stopping and trainer.max_time"
         log = self.log(cell)

@@ -230,7 +230,7 @@ def _kind_of(choice: Chosen) -> str:
 
 
 def remarks(results: StudyFrame) -> list[list[str]]:
-    """Return remarks on each row's runs: shared, continued, diverged, stale or unfinished."""
+    """Return remarks on each row's runs: shared, continued, diverged or unfinished."""
     runs = [tuple(row.cells["directory"]) for row in results.rows]
     own = [row.metric for row in results.rows]
     every: list[list[str]] = []
@@ -246,12 +246,32 @@ def remarks(results: StudyFrame) -> list[list[str]]:
 
 
 def remark_lines(results: StudyFrame) -> list[str]:
-    """Return a line for each row with remarks: its labels, and the remarks."""
-    return [
-        f"{axis_labels.in_words(row.labels, [*results.axes]) or 'all runs'}: {'; '.join(lines)}"
+    """Return a line for each row with remarks, and a line about cells of other code."""
+    lines = [
+        f"{_row_in_words(results, row)}: {'; '.join(lines)}"
         for row, lines in zip(results.rows, remarks(results), strict=True)
         if lines
     ]
+    return [*lines, *_other_code(results)]
+
+
+def _row_in_words(results: StudyFrame, row: Row) -> str:
+    return axis_labels.in_words(row.labels, [*results.axes]) or "all runs"
+
+
+def _other_code(results: StudyFrame) -> list[str]:
+    """Return a line that names the finished cells of other code than the study's, or no line."""
+    cells: dict[str, list[str]] = {}
+    for row in results.rows:
+        done = [run for run in row.runs if run["phase"] == "done"]
+        for why in dict.fromkeys(run["why"] for run in done):
+            seeds = [str(run["seed"]) for run in done if run["why"] == why]
+            named = f", seed {', '.join(seeds)}" if len(seeds) < len(done) else ""
+            cells.setdefault(why, []).append(f"{_row_in_words(results, row)}{named}")
+    if len(cells) == 1:
+        cells = {why: ["all cells"] for why in cells}
+    parts = [f"{'; '.join(names)} ({why})" for why, names in cells.items() if why]
+    return [f"computed by other code: {'; '.join(parts)}"] if parts else []
 
 
 def _of_runs(row: Row) -> list[str]:
@@ -264,18 +284,11 @@ def _of_runs(row: Row) -> list[str]:
     # own_accuracy alone is the server's model on the clients' own data
     if any("/personal_" in metric for metric in row.values["metric"]):
         lines.append("the server's model has the mean of the clients' local state, which no client uses")
-    sources = {json.dumps(run["provenance"], sort_keys=True) for run in runs if run.get("provenance")}
-    lines += ["seeds of different source or versions"] * (len(sources) > 1)
     lines += filter(None, [diverged_in_words(row)])
-    stale = dict.fromkeys(run["why"] for run in done if run["why"])
-    seeds = {f"accepted though stale ({x})": [run for run in done if run["why"] == x] for x in stale}
     for phase in ("failed", "stale", "running", "stopped", "missing"):
-        seeds[phase] = [run for run in runs if run["phase"] == phase and not run.get("diverged")]
-    return lines + [
-        f"{what}: seed {', '.join(str(run['seed']) for run in of_kind)}"
-        for what, of_kind in seeds.items()
-        if of_kind
-    ]
+        seeds = [str(run["seed"]) for run in runs if run["phase"] == phase and not run.get("diverged")]
+        lines += [f"{phase}: seed {', '.join(seeds)}"] * bool(seeds)
+    return lines
 
 
 def diverged_in_words(row: Row) -> str:
