@@ -119,7 +119,7 @@ class Cityscapes(FederatedDataModule):
             raise wrong_layout(self.data_dir, "leftImg8bit/train/", expected)
         self.split_file, self.batch_size, self.eval_batch_size = split_file, batch_size, eval_batch_size
         if evaluation_cities:
-            self.drawn_splits = ("val", "test")
+            self._draws_test = True
         self.evaluation_cities, self.threads = list(evaluation_cities), threads
         self._image_size = image_size
         self._augmentation = crop_size, scale, horizontal_flip, color_jitter

@@ -38,7 +38,7 @@ class ImageFolder(ImageFiles):
     ) -> None:
         super().__init__(data_dir, image_size, **settings)
         if test_fraction is not None:
-            self.drawn_splits = ("val", "test")
+            self._draws_test = True
         self.folders = self._folders(test_fraction)
         self.class_names = sorted({name for folders in self.folders.values() for name in folders.classes})
         self.num_classes = len(self.class_names)

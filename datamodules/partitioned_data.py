@@ -58,6 +58,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     distribution: Distribution
     default_partition: type[Partition] = IID
+    _draws_test = False  # whether the test data are drawn from the same samples as the training data
 
     def __init__(
         self,
@@ -155,8 +156,8 @@ class PartitionedDataModule(FederatedDataModule):
         record["sha256"] = {"total": total, "clients": digests}
         return record
 
-    def evaluation_digest(self) -> str:
-        """Return the digest of the server's evaluation data."""
+    def evaluation_digest(self, split: Literal["val", "test"] = "val") -> str:
+        """Return the digest of the server's validation and test data."""
         return self._content(torch.cat([self.distribution.val, self.distribution.test]))
 
     def fingerprint(self) -> dict[str, str]:
@@ -254,7 +255,7 @@ class PartitionedDataModule(FederatedDataModule):
             if groups and test_groups is not None:
                 own["test"] = [(test_groups == group).nonzero().flatten() + num_train for group in groups]
         dealt = Distribution(labels, num_train, clients, val, test, own, groups)
-        drawn = test_groups if "test" in self.drawn_splits else None
+        drawn = test_groups if self._draws_test else None
         every = [x.tolist() for x in (train_groups, drawn) if x is not None] if groups else []
         dealt = self._large_enough(dealt, chain(*every), group_names)
         names = [group_names[group] for group in dealt.groups] if group_names else []
@@ -262,9 +263,6 @@ class PartitionedDataModule(FederatedDataModule):
         if self._num_held_out:
             dealt = self._without_held_out(_chosen(dealt, order), train_groups)
         self.distribution = dealt
-        if len(dealt.test) != len(test_labels) or bool((dealt.test < num_train).any()):
-            # the test data are not fixed: the partition file moved samples into or out of them
-            self.drawn_splits = ("val", "test")
         self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
         return dealt
 

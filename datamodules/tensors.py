@@ -134,7 +134,7 @@ class TensorData(InMemorySamples):
         self._data = data | numbers
         _check_lengths(self._data)
         if "test_targets" not in self._data:
-            self.drawn_splits = ("val", "test")
+            self._draws_test = True
         if settings.get("partition") is None and named:
             self.partition = Natural()
         of_honest = getattr(self.partition, "partition", self.partition)

@@ -82,7 +82,7 @@ class FederatedCLI(LightningCLI):
         parser.add_argument("--run_root", type=str, default="runs", help="folder of all runs")
         words = "number of CPU threads; more than 1 implies one process (default: a rank per core)"
         parser.add_argument("--threads", type=_Threads | None, default=None, help=words)
-        words = "accept data that differ from the data of --ckpt_path"
+        words = "resume with data that differ from the data of --ckpt_path"
         parser.add_argument("--accept_data", action="store_true", help=words)
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.add_class_arguments(WandbSettings, "wandb")

@@ -5,7 +5,7 @@ from the start of training. The batches of a round can therefore be drawn withou
 rounds, and a resumed run draws the same batches.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
@@ -157,9 +157,6 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         in_channels: Number of channels of an image; None if the data are not images.
         image_size: Height and width of an image in pixels; None if the data are not images.
         in_features: Number of features of a sample; None if the data are images.
-        drawn_splits: Names of the splits (``"val"``, ``"test"``) that are drawn from the same
-            samples as the training data. From other samples, or with another seed, such a split may
-            contain training samples.
         scaled_by_training: Whether evaluation data are scaled by the mean and standard deviation of
             the clients' training samples.
         client_names: Names of the clients, in the order of their ids; empty if they have no names.
@@ -191,7 +188,6 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     in_channels: int | None = None
     image_size: int | None = None
     in_features: int | None = None
-    drawn_splits: Collection[str] = ("val",)
     scaled_by_training: bool = False
     client_names: Sequence[str] = ()
     loaded: str | None = None
@@ -405,8 +401,15 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         partition = digest([source.num_examples for source in sources])
         return {"training": digest(training), "evaluation": self.evaluation_digest(), "partition": partition}
 
-    def evaluation_digest(self) -> str:
-        """Return the digest of the server's evaluation data, without reading the clients' data."""
+    def evaluation_digest(self, split: Literal["val", "test"] = "val") -> str:
+        """Return the digest of the server's evaluation data, without reading the clients' data.
+
+        Args:
+            split: The data that an evaluation reads. For ``"test"``, the digest is ``""``, because
+                training does not read test data.
+        """
+        if split == "test":
+            return ""
         with doing("reading the server's evaluation data"):
             return dataset_digest(getattr(self.val_dataloader(), "dataset", None), {})
 

@@ -66,15 +66,10 @@ def load_run(
 
 
 def _check_data(run: RunContext, round_number: int, *, accept: bool) -> None:
-    """Check that the run's data equal the data of the loaded checkpoint.
-
-    An evaluation checks only data that are drawn from the clients' samples or scaled by them.
-    """
+    """Require the data of the loaded checkpoint in training; compare them in an evaluation."""
     trainer = run.trainer
-    path, command = str(trainer.ckpt_path), trainer.state.fn
-    if command == TrainerFn.FITTING:
+    path = str(trainer.ckpt_path)
+    if trainer.state.fn == TrainerFn.FITTING:
         run.record.go_on_with(run.data.fingerprint(), path, round_number, accept=accept)
-    elif isinstance(data := trainer.datamodule, FederatedDataModule):  # type: ignore[attr-defined]  # set by the trainer
-        split = data.fit_split if command == TrainerFn.VALIDATING else "test"
-        predicts = command == TrainerFn.PREDICTING
-        run.record.evaluate_on(data, split, path, accept=accept, predicts=predicts)
+    elif isinstance(data := trainer.datamodule, FederatedDataModule) and trainer.is_global_zero:  # type: ignore[attr-defined]  # set by the trainer
+        run.record.compare(data, data.fit_split if trainer.state.fn == TrainerFn.VALIDATING else "test", path)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
@@ -176,44 +176,26 @@ class RunRecord:
         if other:
             self.continue_from(path, round_number, other)
 
-    def evaluate_on(
-        self, data: FederatedDataModule, split: str, path: str, *, accept: bool, predicts: bool
-    ) -> None:
-        """Check that evaluation data are not affected by other training data than the checkpoint's.
+    def compare(self, data: FederatedDataModule, split: Literal["val", "test"], path: str) -> None:
+        """Print a line if the data of an evaluation are not those of the checkpoint.
 
-        If evaluation data are drawn from the clients' samples, different data could contain
-        training samples. If evaluation data are scaled by the mean and standard deviation of the
-        training samples, the training samples must be the checkpoint's.
+        The training data count only if their mean and standard deviation scale the samples.
 
         Args:
             data: The data module.
-            split: Name of the evaluation data, ``"val"`` or ``"test"``.
+            split: The data that the evaluation reads.
             path: Path of the checkpoint.
-            accept: Whether the data may differ.
-            predicts: Whether the data are predicted. Then ``accept`` is ignored, because drawn data
-                are only a part of the user's samples.
-
-        Raises:
-            OtherData: The data differ and ``accept`` is False.
         """
-        drawn = split in data.drawn_splits
-        if not drawn and not data.scaled_by_training:
-            return
-        trained = self.data.get("evaluation" if drawn else "training")
-        given = data.evaluation_digest() if drawn else data.fingerprint()["training"]
-        if (predicts or not accept) and trained != given:
-            seed = self.description.get("seed_everything")
-            remedy = "use its data and its seed_everything"
-            if seed is not None and seed != data.seed:
-                remedy = f"use its seed_everything: {seed}, where {data.seed} is given"
-            words = {"val": "validation", "test": "test"}[split]
-            fault = f"other {words} data, and these may hold samples of its training"
-            if not drawn:
-                fault = f"other training data, whose mean and standard deviation would scale the {words} data"
-            way_on = "evaluate on these by --accept_data (in Python: accept_data = True of the module)"
-            if predicts:
-                way_on = "predict new samples by python -m fl_lightning predict RUN FILE"
-            raise OtherData(f"data: the checkpoint {path} was trained with {fault}; {remedy}, or {way_on}")
+        now = {"evaluation": data.evaluation_digest(split)}
+        if data.scaled_by_training:
+            now["training"] = data.fingerprint()["training"]
+        words = {
+            "evaluation": "samples that another seed or fraction draws may have trained the model",
+            "training": "their mean and standard deviation scale the samples",
+        }
+        for name, found in now.items():
+            if found and found != self.data.get(name):
+                print(f"data: other {name} data than those of {path}; {words[name]}", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals of the run and the newest metrics, to be saved in a checkpoint."""

@@ -1,18 +1,19 @@
-"""A checkpoint is never evaluated unnoticed on data that another seed draws, which hold samples of its training."""
+"""An evaluation on other data than a run's prints a line, as they may hold samples of its training."""
 
 import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule
-from fl_lightning.datamodules import Cityscapes, ImageFolder, InMemoryDataModule, TensorData
+from fl_lightning import FederatedDataModule, FederatedModule
+from fl_lightning.datamodules import ImageFolder, InMemoryDataModule, TensorData
 from fl_lightning.datamodules.images import ImageData
 from tests.support.colour_folders import save
-from tests.support.command_line import main, message_of, run
+from tests.support.command_line import main, run
 from tests.support.helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 
-WAY_ON = "or evaluate on these by --accept_data (in Python: accept_data = True of the module)"
+OTHER = "data: other evaluation data than those of {}; samples that another seed or fraction draws may have trained the model"
+SCALED = "data: other training data than those of {}; their mean and standard deviation scale the samples"
 
 
 class Images(InMemoryDataModule):
@@ -40,50 +41,52 @@ def trained_on(data, folder, **settings):
     return folder / "1.ckpt"
 
 
-def evaluate(command, data, path, accept=False, **settings):
+def evaluate(command, data, path, **settings):
     module = FederatedModule(small_cnn(**settings), SGD, local_steps=1)
-    module.accept_data = accept
     trainer = L.Trainer(
         accelerator="cpu", precision="64-true", logger=False, enable_progress_bar=False, enable_checkpointing=False
     )  # fmt: skip
     return getattr(trainer, command)(module, datamodule=data, ckpt_path=path)
 
 
-def test_the_command_line_refuses_to_validate_on_the_split_of_another_seed(capsys):
+@pytest.fixture
+def said(capsys):
+    """The lines about the data that an evaluation has printed."""
+    capsys.readouterr()
+
+    def lines(path):
+        every = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
+        return [
+            "other" if x == OTHER.format(path) else "scaled" if x == SCALED.format(path) else x for x in every
+        ]
+
+    return lines
+
+
+@pytest.mark.parametrize(
+    "other", [("--seed_everything", 1), ("--data.init_args.val_fraction", 0.3), ("--data.max_examples", 299)]
+)
+def test_the_command_line_prints_a_line_of_other_data(other, said):
     path = run("--trainer.max_epochs", 1).attempt.checkpoints / "last.ckpt"
-    other = ("--ckpt_path", path, "--seed_everything", 1)
-    assert message_of(capsys, lambda: run(*other, command="validate"), status=4) == (
-        f"error: data: the checkpoint {path} was trained with other validation data, and these may hold samples of its training; "
-        f"use its seed_everything: 0, where 1 is given, {WAY_ON}\n"
-    )
-    assert "val/loss" in run(*other, "--accept_data", command="validate").trainer.callback_metrics
-    for command in ("test", "predict"):  # the data set's own test data, whatever the seed
-        run(*other, command=command)
+    said(path)
+    for command in ("validate", "test", "predict"):
+        evaluated = run("--ckpt_path", path, *other, command=command)
+        assert said(path) == ["other"]
+        if command != "predict":
+            assert evaluated.trainer.callback_metrics
+        run("--ckpt_path", path, command=command)
+        assert said(path) == []
 
 
-def test_the_command_line_refuses_other_settings_of_the_split_and_takes_those_of_training(capsys):
-    path = run("--trainer.max_epochs", 1).attempt.checkpoints / "last.ckpt"
-    other = ("--ckpt_path", path, "--data.init_args.val_fraction", 0.3)
-    line = message_of(capsys, lambda: run(*other, command="validate"), status=4)
-    assert "was trained with other validation data" in line
-    assert f"use its data and its seed_everything, {WAY_ON}" in line
-    run("--ckpt_path", path, command="validate")
-    # without validation data the evaluation is that of the test data
-    run("--ckpt_path", path, "--data.init_args.val_fraction", 0, command="validate")
-
-
-def test_the_trainer_refuses_as_the_command_line_does(folder):
+def test_the_trainer_prints_what_the_command_line_prints(folder, said):
     path = trained_on(Images(val_fraction=0.2), folder)
-    other = Images(val_fraction=0.2, seed=1)
-    with pytest.raises(
-        ConfigurationError, match=r"other validation data.*use its data and its seed_everything"
-    ):
-        evaluate("validate", other, path)
-    assert evaluate("validate", other, path, accept=True)
-    assert evaluate("validate", Images(val_fraction=0.2), path)
-    assert evaluate("test", other, path)
-    assert evaluate("test", Images(test_seed=7, val_fraction=0.2), path)  # another domain, say
-    assert evaluate("predict", other, path)
+    others = Images(val_fraction=0.2, seed=1), Images(test_seed=7, val_fraction=0.2)
+    for command in ("validate", "test", "predict"):
+        assert evaluate(command, Images(val_fraction=0.2), path)
+        assert said(path) == []
+        for other in others:
+            assert evaluate(command, other, path)
+            assert said(path) == ["other"]
 
 
 class Drawn(Dataset):
@@ -120,31 +123,50 @@ class Own(L.LightningDataModule):
 
 
 @pytest.mark.parametrize("clients", [2, 40])
-def test_clients_of_ones_own_are_not_set_up_for_it(clients, folder):
+def test_clients_of_ones_own_are_not_set_up_for_it(clients, folder, said):
     path = trained_on(FederatedDataModule([Own(n) for n in range(clients)], Own(99)), folder)
     same, other = (FederatedDataModule([Own(0, refuses=True)] * clients, Own(seed)) for seed in (99, 7))
     assert evaluate("validate", same, path)
-    if clients < 32:  # with more their contents do not count
-        with pytest.raises(ConfigurationError, match="trained with other validation data"):
-            evaluate("validate", other, path)
+    assert said(path) == []
+    assert evaluate("validate", other, path)
+    assert said(path) == ["other"]
     longer = FederatedDataModule([], Own(99))
     longer.server.setup = lambda stage: setattr(longer.server, "dataset", Drawn(99, 17))
-    with pytest.raises(ConfigurationError, match="trained with other validation data"):
-        evaluate("validate", longer, path)
-    assert evaluate("test", other, path)
+    assert evaluate("validate", longer, path)
+    assert said(path) == ["other"]
 
 
-def test_evaluation_on_tensors_of_ones_own(folder):
+class Staged(Own):
+    """Has only what a stage needs, as Lightning's examples do."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        if stage != "test":
+            self.validated = self.dataset
+
+    def val_dataloader(self):
+        return DataLoader(self.validated, 8)
+
+
+def test_a_test_needs_no_validation_data(folder, said):
+    """Test data that a run has not seen are compared with nothing."""
+    path = trained_on(FederatedDataModule([Own(0)], Staged(99)), folder)
+    assert evaluate("test", FederatedDataModule([Own(0, refuses=True)], Staged(7)), path)
+    assert said(path) == []
+
+
+def test_evaluation_on_tensors_of_ones_own(folder, said):
     data = blobs()
     path = trained_on(data, folder)
     inputs, targets = data.server.dataset.tensors
     rolled = FederatedDataModule(data._clients, ArrayClient(inputs, targets.roll(1), 8))
     assert evaluate("validate", blobs(), path)
-    with pytest.raises(ConfigurationError, match="trained with other validation data"):
-        evaluate("validate", rolled, path)
+    assert said(path) == []
+    assert evaluate("validate", rolled, path)
+    assert said(path) == ["other"]
 
 
-def test_test_images_that_the_seed_draws_are_those_of_training(folder):
+def test_test_images_that_the_seed_draws_are_those_of_training(folder, said):
     for label, name in enumerate("abc"):
         for index in range(10):
             save(folder / "images" / name / f"{index}.png", torch.full((6, 6, 3), 20 * index + 5 * label))
@@ -156,15 +178,10 @@ def test_test_images_that_the_seed_draws_are_those_of_training(folder):
 
     path = trained_on(drawn(), folder, channels=3)
     assert evaluate("test", drawn(), path, channels=3)
+    assert said(path) == []
     for command in ("validate", "test", "predict"):
-        with pytest.raises(ConfigurationError, match="trained with other test data"):
-            evaluate(command, drawn(seed=1), path, channels=3)
-
-
-def test_which_splits_are_drawn_from_the_samples_of_training(tmp_path):
-    (tmp_path / "leftImg8bit" / "train").mkdir(parents=True)
-    assert Cityscapes(str(tmp_path), evaluation_cities=["ulm"]).drawn_splits == ("val", "test")
-    assert Cityscapes(str(tmp_path)).drawn_splits == Images().drawn_splits == ("val",)
+        evaluate(command, drawn(seed=1), path, channels=3)
+        assert said(path) == ["other"]
 
 
 def table(shift=0.0, rows=60, **settings):
@@ -178,30 +195,25 @@ def table_run(data, folder):
     return folder / "1.ckpt"
 
 
-def evaluate_table(command, data, path, accept=False):
+def evaluate_table(command, data, path):
     module = FederatedModule(torch.nn.Linear(4, 3), SGD, local_steps=1)
-    module.accept_data = accept
     trainer = L.Trainer(
         accelerator="cpu", precision="64-true", logger=False, enable_progress_bar=False, enable_checkpointing=False
     )  # fmt: skip
     return getattr(trainer, command)(module, datamodule=data, ckpt_path=path)
 
 
-def test_test_samples_that_a_table_draws_are_those_of_training(folder):
+def test_test_samples_that_a_table_draws_are_those_of_training(folder, said):
     path = table_run(table(), folder)
     for command in ("test", "predict"):
         assert evaluate_table(command, table(), path)
-        with pytest.raises(ConfigurationError, match=r"trained with other test data, and these may hold"):
-            evaluate_table(command, table(1.0, 40), path)
-    assert evaluate_table("test", table(1.0, 40), path, accept=True)
-    with pytest.raises(
-        ConfigurationError, match=r"or predict new samples by python -m fl_lightning predict RUN FILE"
-    ):
-        evaluate_table("predict", table(1.0, 40), path, accept=True)
+        assert said(path) == []
+        assert evaluate_table(command, table(1.0, 40), path)
+        assert said(path) == ["other"]
 
 
 @pytest.mark.parametrize("standardize", [False, True])
-def test_separate_test_samples_are_scaled_by_the_training_samples_of_the_checkpoint(standardize, folder):
+def test_separate_test_samples_are_scaled_by_the_training_samples(standardize, folder, said):
     given = {
         "test_features": torch.randn(7, 4, generator=torch.Generator().manual_seed(5)),
         "test_targets": torch.arange(7) % 3,
@@ -210,23 +222,16 @@ def test_separate_test_samples_are_scaled_by_the_training_samples_of_the_checkpo
     new = {"test_features": torch.cat([given["test_features"] + 9] * 2), "test_targets": torch.arange(14) % 3}
     data = table(standardize=standardize, **new)
     assert sum(map(len, evaluate_table("predict", data, path))) == 14
-    scaled = {"test_features": new["test_features"], "test_targets": new["test_targets"]}
-    if not standardize:
-        assert evaluate_table("predict", table(1.0, **scaled), path)
-        return
-    features = table()._data["features"]
-    expected = (new["test_features"] - features.mean(0)) / features.std(0, correction=0)
-    assert torch.allclose(data.samples.inputs[data.distribution.test], expected, atol=1e-5)
-    for command, way_on in (
-        ("test", WAY_ON),
-        ("predict", "or predict new samples by python -m fl_lightning predict"),
-    ):
-        with pytest.raises(
-            ConfigurationError, match="whose mean and standard deviation would scale the test"
-        ) as error:
-            evaluate_table(command, table(1.0, standardize=True, **scaled), path)
-        assert way_on in str(error.value)
-    assert evaluate_table("test", table(1.0, standardize=True, **scaled), path, accept=True)
+    assert said(path) == ["other"]
+    if standardize:
+        features = table()._data["features"]
+        expected = (new["test_features"] - features.mean(0)) / features.std(0, correction=0)
+        assert torch.allclose(data.samples.inputs[data.distribution.test], expected, atol=1e-5)
+    for command in ("test", "predict"):
+        assert evaluate_table(command, table(standardize=standardize, **given), path)
+        assert said(path) == []
+        assert evaluate_table(command, table(1.0, standardize=standardize, **given), path)
+        assert said(path) == ["other", "scaled"] * standardize
 
 
 def test_predictions_on_other_data_have_a_file_of_their_own(capsys):

@@ -184,7 +184,6 @@ def test_a_module_is_loaded_without_a_trainer_and_saved_after_an_evaluation(tmp_
         enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     evaluated = FederatedModule(small_cnn(), **settings)
-    evaluated.accept_data = True
     trainer.validate(evaluated, blobs(5), ckpt_path=ckpt_path, verbose=False)
     assert same(method, callback)
     trainer.save_checkpoint(tmp_path / "evaluated.ckpt")

@@ -71,7 +71,6 @@ def test_test_data_have_no_sample_of_a_client_that_never_trains_but_the_client_h
     assert len(inputs) == 20
     own = [len(targets) for client in range(3) for _, targets in data.own_dataloader(client, "test")]
     assert own == [10, 10, 10]
-    assert data.drawn_splits == ("val", "test")
     whole = pictures()
     assert len(next(iter(whole.test_dataloader()))[0]) == 30
 

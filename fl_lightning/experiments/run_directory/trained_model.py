@@ -1,6 +1,6 @@
 """A run's model outside of its run: with its normalisation, and without its data."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,6 @@ class _RecalledData(FederatedDataModule):
         samples: Samples that ``test`` and ``predict`` read.
     """
 
-    drawn_splits = ()
     num_clients: Any = 0
     samples: NewSamples | None = None
 
@@ -58,6 +57,10 @@ class _RecalledData(FederatedDataModule):
         if known is not None:
             is_table = "columns" in known
             self.normalized = PreparedTable(TableInputs(**known)) if is_table else Normalize(**known)
+
+    def evaluation_digest(self, split: Literal["val", "test"] = "val") -> str:
+        """Return no digest, as the samples are new."""
+        return ""
 
     def test_dataloader(self) -> Any:
         """Return the batches ``(inputs, targets)`` of the new samples, in the order of their file."""
