@@ -1,4 +1,4 @@
-"""``python -m fl_lightning report``: write an HTML page about studies and runs."""
+"""``python -m fl_lightning report``: write an HTML page about studies."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,7 @@ from fl_lightning.experiments.studies.table_columns import split_columns
 from fl_lightning.files import user_path
 
 _DESCRIPTION = """\
-Write one HTML page about studies (runs/studies/NAME-SCALE) and runs (runs/NAME/*): verdicts, tables, figures, settings, provenance.
-Runs of one configuration are grouped by seed. The page needs no network and no other file; nothing is trained."""
+Write one HTML page about studies (runs/studies/NAME-SCALE): verdicts, tables, figures, settings, provenance. The page needs no network and no other file; nothing is trained."""
 
 
 @command()
@@ -21,7 +20,7 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``report``.
     """
     parser = CommandParser("report", _DESCRIPTION)
-    parser.add_argument("directories", metavar="DIR", nargs="+", help="folder of a study, or run directory")
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="folder of a study")
     words = "page to write (default: report.html in a single study's folder, else in the working directory)"
     parser.add_argument("--output", metavar="FILE", help=words)
     words = "rewrite the tables with these columns after the labels, such as 'test accuracy, seeds, training'"

@@ -30,8 +30,6 @@ from fl_lightning.datamodules import Digits, Shards
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.describe import run_title
-from fl_lightning.experiments.studies.report import write_report
-from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.files import locked
 from fl_lightning.models import LeNet
 from tests.support.command_line import rows
@@ -172,39 +170,6 @@ def test_arguments_of_the_trainer_are_taken_as_lightning_takes_them():
     assert list(Path("csv").rglob("metrics.csv"))
     assert run.fit("auto")["rounds"] == 1
     assert a_run(1, "other", logger=True).fit()["rounds"] == 1
-
-
-def test_a_report_shows_runs_of_scripts():
-    runs = [a_run(2, lr=lr) for lr in (0.05, 0.1)]
-    for run in runs:
-        run.fit()
-    cells = runs_as_study([run.path for run in runs]).cells
-    assert [*cells["learning_rate"]] == [0.05, 0.1]
-    assert [*cells["rounds"]] == [2, 2]
-    assert runs[0].attempt.read_config()["trainer"]["max_epochs"] == 2
-    (runs[0].path / "result.json").unlink()
-    assert runs[0].attempt.read_config()["trainer"]["max_epochs"] == 2
-    write_report([run.path for run in runs], Path("report.html"))
-    page = Path("report.html").read_text()
-    assert "communication rounds" in page
-    assert "<code>model.client_optimizer.lr</code>: 0.05 → 0.1" in page
-    runs[0].attempt.identity.unlink()
-    write_report([run.path for run in runs], Path("report.html"))
-
-
-def test_seeds_of_a_script_are_one_row_of_a_report_and_other_settings_another():
-    """Also where the model's weights are no function of the run's seed."""
-    runs = []
-    for seed, steps in ((0, 2), (1, 2), (1, 3)):
-        torch.manual_seed(10 + seed)
-        data = Digits(num_clients=3, max_examples=300, val_fraction=0.2, partition=Shards(0.4), seed=seed)
-        model = LeNet(num_classes=10, in_channels=1, image_size=8)
-        module = FederatedModule(model, SGD, local_steps=steps, seed=seed)
-        runs.append(Run(module, data, max_epochs=1, **QUIET))
-        runs[-1].fit()
-    assert [run.path.name for run in runs] == ["s0", "s1", "s1.2"]
-    rows = runs_as_study([run.path for run in runs]).rows
-    assert [[*row.cells["seed"]] for row in rows] == [[0, 1], [1]]
 
 
 def test_what_cannot_be_done_is_one_line():

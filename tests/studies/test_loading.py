@@ -189,3 +189,14 @@ def test_labels_become_columns_by_reset_index(tmp_path):
     cells, values = study.cells.reset_index(), study.values.reset_index()
     assert {*study.axes, "run_method", "run_partition"} <= {*cells.columns}
     assert {*study.axes, "metric"} <= {*values.columns}
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\x00", b"[1, 2]", b"text", b"", b"{a: [", b"[" * 10_000, b"name: x\n"]
+)
+def test_a_configuration_that_no_run_writes_is_one_line(tmp_path, content):
+    place = write_run(tmp_path / "a-s0")
+    (place / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"config.yaml is no resolved configuration") as error:
+        _ = load_run(place).config
+    assert "\n" not in str(error.value)

@@ -9,12 +9,8 @@ import yaml
 
 from fl_lightning.cli.study import StudyCells
 from fl_lightning.experiments.studies.reading import read_study
-from fl_lightning.experiments.studies.runs_as_study import runs_as_study
-from fl_lightning.experiments.studies.tables import remarks
-from fl_lightning.files import write_json
 from tests.support.command_line import run
 from tests.support.study_in_process import finished_study, found, study, write
-from tests.support.written_runs import write_run
 
 RATES = {"axes": {"model.client_optimizer.lr": [0.1, 0.2]}, "without": [], "published": [], "claims": []}
 
@@ -93,16 +89,3 @@ def test_a_shared_first_stage_is_the_cells_own_in_every_study(ran, capsys):
     go_on(early / "checkpoints/round_4.ckpt", late)  # which froze after round 2
     study()
     assert folders() == [early, late]
-
-
-def test_a_report_says_from_which_run_another_one_went_on(tmp_path):
-    words = "continued from round 1 of b-s0: lr 0.5 -> 0.25"
-    done, open_ = write_run(tmp_path / "a-s0"), write_run(tmp_path / "a-s1", seed=1, finished=False)
-    result = json.loads((done / "result.json").read_text())
-    origin = {"checkpoint": "runs/b-s0/checkpoints/last.ckpt", "round": 1, "differs": {"lr": [0.5, 0.25]}}
-    write_json(done / "result.json", {**result, "continued_from": [origin]})
-    write_json(open_ / "run.json", {"continued_from": [words]})
-    results = runs_as_study([done, open_])
-    assert [*results.cells["origin"]] == [[words], [words]]
-    (lines,) = remarks(results)
-    assert [f"seed 0 {words}", f"seed 1 {words}"] == lines[:2]

@@ -1,4 +1,4 @@
-"""The figures of studies and of runs that are shown together."""
+"""The figures of studies."""
 
 import json
 from dataclasses import replace
@@ -8,19 +8,18 @@ import pandas as pd
 import pytest
 
 from fl_lightning.experiments.studies.figures import pictures, write_figures
-from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.tables import whole_table
 from fl_lightning.files import write_json, write_text
 from tests.support.study_frames import study_frame
-from tests.support.written_runs import write_run
+from tests.support.written_runs import study_of, write_run
 
 
 def test_what_was_sent_is_an_axis_where_it_differs(tmp_path):
     places = [write_run(tmp_path / f"x{norm}", norm=norm, name=norm) for norm in ("bn", "gn")]
-    assert [picture.name for picture in pictures(runs_as_study(places))] == ["by_run", "curves"]
+    assert [picture.name for picture in pictures(study_of(places))] == ["by_run", "curves"]
     path = places[1] / "result.json"
     write_json(path, {**json.loads(path.read_text()), "upload_bytes": 5_000})
-    *_, bytes_sent = pictures(runs_as_study(places))
+    *_, bytes_sent = pictures(study_of(places))
     axes = bytes_sent.draw().axes[0]
     assert axes.get_xlabel() == "sent and received, kB"
     assert [list(line.get_xdata()) for line in axes.lines] == [[500.0, 1000.0, 1500.0]] * 2
@@ -52,8 +51,8 @@ def test_a_label_that_is_read_by_a_metric_of_its_own_has_its_own_curve(tmp_path)
     place = write_run(tmp_path / "a-s0")
     rows = [{"round": r, "val/accuracy": 0.5, "val/accuracy_silobn": 0.25 * r} for r in range(3)]
     write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    found = runs_as_study([place])
-    silo = found.cells.assign(metric="test/accuracy_silobn").rename(index={"FedAvg": "silo", "bn": "silo"})
+    found = study_of([place])
+    silo = found.cells.assign(metric="test/accuracy_silobn").rename(index={"bn": "silo"})
     found = replace(found, axes={"run": ["bn", "silo"]}, cells=pd.concat([found.cells, silo]))
     curves = next(picture for picture in pictures(found) if picture.name == "curves").draw().axes[0]
     assert [list(line.get_ydata()) for line in curves.lines] == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
@@ -63,7 +62,7 @@ def test_curves_of_a_name_that_a_lightning_module_has_logged_keep_the_name(tmp_p
     place = write_run(tmp_path / "a-s0")
     rows = [{"round": r, "val_acc": 0.25 * r} for r in range(3)]
     write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    found = runs_as_study([place])
+    found = study_of([place])
     found = replace(found, metrics={"val_acc": "validation accuracy"})
     curves = next(picture for picture in pictures(found) if picture.name == "curves")
     assert curves.caption.startswith("val_acc over communication rounds")
@@ -113,10 +112,10 @@ def test_a_band_and_a_bar_say_what_they_are(tmp_path):
         write_run(tmp_path / f"gn-s{seed}", norm="gn", name="gn", seed=seed, accuracy=0.875 + seed / 16)
         for seed in range(2)
     ]
-    by_run, curves = pictures(runs_as_study(places))
+    by_run, curves = pictures(study_of(places))
     assert legend_of(curves.draw()) == ["bn", "gn", "band: min to max of 2 to 3 seeds"]
     assert legend_of(by_run.draw()) == ["bar: min to max of 2 to 3 seeds"]
-    single = runs_as_study([places[0], places[3]])
+    single = study_of([places[0], places[3]])
     assert [legend_of(picture.draw()) for picture in pictures(single)] == [[], ["bn", "gn"]]
 
 
@@ -133,7 +132,7 @@ def test_all_values_of_the_curves_lie_within_the_axis(tmp_path, curves):
     for place, values in zip(places, curves, strict=True):
         rows = [{"round": r, "val/accuracy": x} for r, x in enumerate(values)]
         write_text(place / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    picture = next(picture for picture in pictures(runs_as_study(places)) if picture.name == "curves")
+    picture = next(picture for picture in pictures(study_of(places)) if picture.name == "curves")
     low, high = picture.draw().axes[0].get_ylim()
     assert low <= min(min(values) for values in curves)
     assert max(max(values) for values in curves) <= high
@@ -144,7 +143,7 @@ def test_by_method_has_the_looks_of_the_curves_and_an_axis_of_the_differences(tm
         write_run(tmp_path / f"{name}-s0", name=name, norm=name, accuracy=x)
         for name, x in (("bn", 0.9), ("gn", 0.91), ("ln", 0.93))
     ]
-    by_run, curves = (picture.draw().axes[0] for picture in pictures(runs_as_study(places)))
+    by_run, curves = (picture.draw().axes[0] for picture in pictures(study_of(places)))
     looks = [[(line.get_color(), line.get_marker()) for line in axes.lines] for axes in (by_run, curves)]
     assert looks[0] == looks[1]
     assert len({*looks[0]}) == 3

@@ -235,11 +235,6 @@ def test_a_row_that_is_read_of_other_runs_says_so():
     ]
 
 
-def test_seeds_that_are_not_of_one_kind_are_named():
-    (lines,) = remarks(results([group("BN", "1", [0.3, 0.4], runs=[run(0, rounds=3), run(1)])]))
-    assert lines == ["seed 0 ended after round 3 of 10"]
-
-
 def test_one_line_names_the_cells_of_other_code():
     def line(*runs):
         groups = [

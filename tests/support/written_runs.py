@@ -5,6 +5,7 @@ import json
 import yaml
 
 from fl_lightning.files import write_json, write_text
+from tests.support.study_frames import study_frame
 
 
 def write_run(place, *, name="bn", seed=0, norm="bn", accuracy=0.5, finished=True, callback=None):
@@ -26,6 +27,26 @@ def write_run(place, *, name="bn", seed=0, norm="bn", accuracy=0.5, finished=Tru
     if finished:
         write_json(place / "result.json", result(accuracy, callback))
     return place
+
+
+def study_of(places):
+    """Written runs as a study whose rows are their names."""
+    rows = {}
+    for place in places:
+        config, found = (
+            yaml.safe_load((place / "config.yaml").read_text()),
+            json.loads((place / "result.json").read_text()),
+        )
+        empty = {"labels": {"run": config["name"]}, "values": {"test/accuracy": {}}, "runs": []}
+        row, seed = rows.setdefault(config["name"], empty), config["seed_everything"]
+        row["values"]["test/accuracy"][seed] = found["test/accuracy"]
+        kept = {
+            name: x
+            for name, x in found.items()
+            if "/" not in name and name not in ("method", "model", "partition")
+        }
+        row["runs"].append({"seed": seed, "phase": "done", "why": "", "directory": str(place), **kept})
+    return study_frame([*rows.values()], {"run": [*rows]}, {"test/accuracy": "test accuracy"})
 
 
 def result(accuracy, callback):

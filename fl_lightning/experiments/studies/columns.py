@@ -12,7 +12,7 @@ FROM_RESULT = (
     "environment",
 )
 CELL_COLUMNS = (
-    "seed", "phase", "metric", "published", "published_deviation", "learning_rate", *COSTS, "directory", "why", "origin",
+    "seed", "phase", "metric", "published", "published_deviation", "learning_rate", *COSTS, "directory", "why",
     "loaded", *(f"run_{name}" if name in IN_WORDS else name for name in FROM_RESULT),
 )  # fmt: skip
 """Columns of a cell. ``run_method`` describes the run, since an axis may have the name ``method``."""

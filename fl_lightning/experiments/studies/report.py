@@ -1,8 +1,7 @@
-"""HTML report on studies and runs. The page needs no other file and no network."""
+"""HTML report on studies. The page needs no other file and no network."""
 
 import os
 import re
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from fl_lightning.experiments.run_directory.config_digest import deciding_settin
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.studies.axis_labels import in_words, short
 from fl_lightning.experiments.studies.figures import pictures
-from fl_lightning.experiments.studies.runs_as_study import runs_as_study
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import FURTHER, check_columns
 from fl_lightning.experiments.studies.tables import (
@@ -61,41 +59,37 @@ def write_report(
     """Write the report as a page, and rewrite tables on request.
 
     Args:
-        directories: Folders of studies and run directories. Each study has a section of the page;
-            all runs share one section.
+        directories: Folders of studies. Each study has a section of the page.
         output: HTML file. By default it is ``report.html``, in the study's folder for a single
             study, and otherwise in the working directory. Links to run directories are relative to
             the file.
         columns: Columns after the labels. If this argument is given, all tables are rewritten.
-            Tables of runs are written to the page's folder.
 
     Returns:
         The written files. The page comes first.
 
     Raises:
-        ConfigurationError: A directory is neither a study nor a run, a file cannot be read, or a
+        ConfigurationError: A directory is not that of a study, a file cannot be read, or a
             column is unknown.
     """
-    studies = {path: load_study(path) for path in directories if (path / "study.json").is_file()}
-    runs = [path for path in directories if path not in studies]
-    for path in runs:
-        if not (path / "config.yaml").is_file():
+    for path in directories:
+        if not (path / "study.json").is_file():
             raise ConfigurationError(
-                f"report: {path} is neither a study's folder (it has no study.json) nor a run directory (no config.yaml); "
-                "give folders such as runs/studies/NAME-quick or runs/NAME/*"
+                f"report: {path} is not the folder of a study, as it has no study.json; give folders such as "
+                "runs/studies/NAME-quick, or compare runs by 'runs --csv FILE'"
             )
+    studies = {path: load_study(path) for path in directories}
     page = output or (next(iter(studies)) if len(studies) == 1 else Path()) / "report.html"
-    parts = [*studies.items()] + ([(page.parent, runs_as_study(runs))] if runs else [])
-    for _, results in parts:
+    for results in studies.values():
         check_columns(columns, results.metrics)
     options: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     html = Path(__file__).with_name("report.html").read_text()
     template = Environment(autoescape=True, **options).from_string(html)
     home = page.absolute().parent
-    sections = [_section(results, home) for _, results in parts]
+    sections = [_section(results, home) for results in studies.values()]
     write_text(page, template.render(parts=sections, version=__version__))
     written = [page]
-    for folder, results in parts:
+    for folder, results in studies.items():
         written += write_tables(folder, results, columns) if columns else []
     return written
 
@@ -133,18 +127,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
 
 
 def _drawn(results: StudyFrame) -> Iterator[tuple[Markup, str]]:
-    """Yield each figure as HTML, with its caption.
-
-    For a single run with a learning curve, yield the pictures in the run directory.
-    """
-    place = Path(results.cells["directory"].iloc[0])
-    curve = Attempt(place).learning_curve
-    if len(results.cells) == 1 and curve.is_file():
-        for path in sorted(place.glob("*.png"), key=lambda path: (path != curve, path)):
-            source = b64encode(path.read_bytes()).decode()
-            words = path.stem.replace("_", " ")
-            yield Markup('<img alt="{}" src="data:image/png;base64,{}">').format(words, source), words
-        return
+    """Yield each figure as HTML, with its caption."""
     for picture in pictures(results):
         try:
             yield _inline(rendered(picture.draw(), "svg").decode()), picture.caption

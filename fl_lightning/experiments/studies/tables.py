@@ -230,7 +230,7 @@ def _kind_of(choice: Chosen) -> str:
 
 
 def remarks(results: StudyFrame) -> list[list[str]]:
-    """Return remarks on each row's runs: shared, continued, diverged or unfinished."""
+    """Return remarks on each row's runs: shared, diverged or unfinished."""
     runs = [tuple(row.cells["directory"]) for row in results.rows]
     own = [row.metric for row in results.rows]
     every: list[list[str]] = []
@@ -276,11 +276,6 @@ def _other_code(results: StudyFrame) -> list[str]:
 
 def _of_runs(row: Row) -> list[str]:
     runs, lines = row.runs, list[str]()
-    done = [run for run in runs if run["phase"] == "done"]
-    for run in runs:
-        lines += [f"seed {run['seed']} {origin}" for origin in run.get("origin", ())]
-        if run in done and run["rounds"] != run.get("planned_rounds", run["rounds"]):
-            lines.append(f"seed {run['seed']} ended after round {run['rounds']} of {run['planned_rounds']}")
     # own_accuracy alone is the server's model on the clients' own data
     if any("/personal_" in metric for metric in row.values["metric"]):
         lines.append("the server's model has the mean of the clients' local state, which no client uses")
