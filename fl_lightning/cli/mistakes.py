@@ -1,25 +1,26 @@
-"""Words for the first mistake in a user's settings.
+"""Words for a mistake in a user's settings.
 
-jsonargparse describes a mistake only in prose. If jsonargparse refuses the settings, this module
-checks the settings again, in the user's order, against the types of the parser's settings.
+jsonargparse describes a mistake in many lines. This module names the setting, the user's value and
+place, and what would work.
 """
 
 import inspect
+import re
 from collections.abc import Callable as AbstractCallable
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser
+from torch import nn
 
 from fl_lightning import models
 from fl_lightning.cli.messages import broken_module
 from fl_lightning.cli.user_settings import Given, place_in, plain_name
 from fl_lightning.errors import ConfigurationError, missing_module, nearest
 from fl_lightning.folders import FOLDERS
+from fl_lightning.recorded import parameters
 
 _COMMON = ("fl_lightning", "torch", "lightning")
 _SHIPPED = (*_COMMON, "torchvision", "torchmetrics")
@@ -28,23 +29,50 @@ _SHIPPED = (*_COMMON, "torchvision", "torchmetrics")
 _MOST_SUGGESTED = 17
 
 
-def first_mistake(parser: ArgumentParser, given: Sequence[Given]) -> str:
-    """Return one line about the first wrong setting; empty if the settings' types are all right.
+_UNKNOWN = re.compile(
+    r"unrecognized arguments: --([^\s=]+)"
+    r"|(?:Group '(.*)' does not accept o|Subcommand .* does not accept o|O)ption '([^']+)'"
+)
+_VALUE = re.compile(r'Parser key "([^"]+)"')
+_REFUSED = re.compile(r"(?:Got|Given) value: (.*)")
+_INNER = re.compile(r"Given value: NestedArg\(key='([^']+)'")
+"""Messages of jsonargparse: an unknown setting, a wrong value, this value, and a setting of a class that is null."""
+
+
+def in_one_line(parser: Any, message: str, given: Sequence[Given]) -> str:
+    """Return jsonargparse's message as a line with the setting, its value and a remedy.
 
     Args:
-        parser: The parser that refused the settings.
+        parser: The parser that refused the settings: that of the command, or of a class.
+        message: jsonargparse's message.
         given: The user's settings.
+
+    Returns:
+        The line; empty if the message is of another kind.
     """
-    check = _Check(parser)
-    for entry in given:  # find all classes first, because their settings are suggested
-        with suppress(ConfigurationError):
-            check(entry)
-    for entry in given:
-        try:
-            check(entry)
-        except ConfigurationError as error:
-            return str(error) + (broken_module(error) or place_in(entry.file, entry.line))
-    return check.missing({entry.setting for entry in given})
+    settings = _Settings(parser)
+    if unknown := _UNKNOWN.match(message):
+        name = settings.unknown(settings.plain(".".join(filter(None, unknown.groups()))))
+        return f"{_unknown(name, settings, given)}{_place(_named_so(given, name))}"
+    if message.startswith("the following arguments are required: ") and settings.owner:
+        return f"{settings.owner}: {message}"
+    if not (refused := _VALUE.match(message)):
+        return ""
+    key = settings.plain(refused[1])
+    values = [" ".join(value.split()) for value in _REFUSED.findall(message)]
+    same = _named_so(given, key)
+    same = [entry for entry in same if {entry.text, str(entry.value)} & {*values}] or same
+    if f"{key}.help" in settings.kinds:
+        kind, shown = settings.kinds[key], settings.in_words(key)
+        if inner := _INNER.search(message):
+            full = _named_so(given, f"{key}.{inner[1]}")[-1].setting.removesuffix(f".{inner[1]}")
+            classes = ", ".join(sorted(_suggested(kind)))
+            return f"{shown}.{inner[1]}: {shown} is null; give its class first, --{full} CLASS ({classes})"
+        return next(filter(None, (_wrong_class(key, kind, shown, entry) for entry in given)), "")
+    if not same:
+        return ""
+    words = in_words(settings.kinds.get(key))
+    return f"{settings.in_words(key)}: {same[-1].text} is not valid; it takes {words}{_place(same[-1:])}"
 
 
 class _Settings:
@@ -52,147 +80,115 @@ class _Settings:
 
     Args:
         parser: A parser.
-        owner: Name of the class whose settings the parser reads; empty for the command's parser.
 
     Attributes:
+        owner: Name of the class whose settings the parser reads; empty for the command's parser.
         names: The plain names of the settings that a user can give.
         kinds: The type of each setting, keyed by plain name. The type of a linked setting is None.
-        required: The settings that a user must give.
     """
 
-    def __init__(self, parser: Any, owner: str = "") -> None:
-        self.owner, self.names = owner, list(parser.settings())
+    def __init__(self, parser: Any) -> None:
+        self.owner, self.names = parser.owner, list(parser.settings())
+        self._commands = (
+            tuple(f"{command}." for command in parser.commands.choices) if parser.commands else ()
+        )
         parsers = parser.commands.choices.values() if parser.commands else [parser]
-        actions = [action for parser in parsers for action in parser._actions]
-        typed = {plain_name(action.dest): getattr(action, "_typehint", None) for action in actions}
-        inner = {name.rpartition(".")[0] for name in typed if not name.endswith(".help")}
-        self.kinds = {name: kind for name, kind in typed.items() if name not in inner or kind is not None}
-        self.required = list(dict.fromkeys(action.dest for action in actions if action.required))
+        self.kinds = {
+            plain_name(x.dest): getattr(x, "_typehint", None) for one in parsers for x in one._actions
+        }
 
-    def takes_classes(self, name: str) -> bool:
-        """Return whether the setting's value is a class. Each such setting has an option for help."""
-        return f"{name}.help" in self.kinds
+    def plain(self, key: str) -> str:
+        """Return the plain name of a setting, without a command."""
+        start = next((x for x in self._commands if key.startswith(x)), "")
+        return plain_name(key.removeprefix(start)).removesuffix("+")
+
+    def unknown(self, name: str) -> str:
+        """Return the first part of a dotted name that is not a setting or a section."""
+        parts = name.split(".")
+        starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((x for x in starts if not any(f"{y}.".startswith(f"{x}.") for y in self.names)), name)
 
     def in_words(self, name: str) -> str:
         return f"{self.owner}.{name}" if self.owner else name
 
 
-class _Check:
-    """Check of the user's settings, one after the other.
+def _named_so(given: Sequence[Given], name: str) -> list[Given]:
+    """Return the entries for a setting whose dotted name ends with ``name``."""
+    return [entry for entry in given if f".{entry.setting}".endswith(f".{name}")]
 
-    Attributes:
-        chosen: The settings of each class that the user has chosen, keyed by the setting that has
-            this class as its value.
-    """
 
-    def __init__(self, parser: ArgumentParser) -> None:
-        self.parser, self.settings = parser, _Settings(parser)
-        self.chosen: dict[str, _Settings] = {}
+def _place(entries: Sequence[Given]) -> str:
+    return place_in(entries[0].file, entries[0].line) if entries else ""
 
-    def __call__(self, entry: Given) -> None:
-        """Raise a ConfigurationError if the setting is unknown, or if its value is not valid."""
-        owner = max(
-            (name for name in self.chosen if entry.setting.startswith(f"{name}.")), key=len, default=""
-        )
-        settings = self.chosen.get(owner, self.settings)
-        rest = entry.setting.removeprefix(f"{owner}.") if owner else entry.setting
-        if not rest or rest.startswith("dict_kwargs"):
-            return
-        name = max((x for x in settings.kinds if f"{rest}.".startswith(f"{x}.")), key=len, default="")
-        if not name:
-            if not any(known.startswith(f"{rest}.") for known in settings.kinds):
-                self._refuse_unknown(rest, settings)
-            return
-        kind, shown, full = settings.kinds[name], settings.in_words(name), f"{owner}.{name}".lstrip(".")
-        if rest == name:
-            self._check_value(entry, settings.takes_classes(name), kind, shown, full)
-        elif entry.name.endswith(".class_path"):  # a class in a dict, such as one of model.metrics
-            inner = rest.removeprefix(name)
-            self._choose(entry.text, kind, f"{shown}{inner}", f"{full}{inner}")
-        elif settings.takes_classes(name) and not _is_mapping(kind):
-            classes = ", ".join(sorted(_suggested(kind)))
-            inner = rest.removeprefix(name)
-            raise ConfigurationError(
-                f"{shown}{inner}: {shown} is null; give its class first, --{full} CLASS ({classes})"
-            )
 
-    def _check_value(self, entry: Given, takes_classes: bool, kind: Any, shown: str, full: str) -> None:
-        value = entry.value
-        if isinstance(value, dict) and ("class_path" in value or (takes_classes and _is_mapping(kind))):
-            return  # the classes and their settings have entries of their own
-        is_name = takes_classes and (isinstance(value, str) or not (entry.file or isinstance(value, list)))
-        if is_name and _accepts(kind, entry) and "." not in entry.text:
-            with suppress(ConfigurationError):
-                self._choose(entry.text, kind, shown, full)
-            return
-        if is_name and value is not None:
-            self._choose(entry.text, kind, shown, full)
-        elif takes_classes and isinstance(value, list) and list in _origins(kind):
-            for item in value:
-                if not isinstance(item, str | dict):
-                    raise ConfigurationError(f"{shown}: {entry.text} is no class; {_remedy(kind)}")
-                if isinstance(item, str):
-                    self._choose(item, kind, shown, full)
-        elif not _accepts(kind, entry):
-            if takes_classes:
-                what = "a list, not one class" if isinstance(value, list) else "no class"
-                raise ConfigurationError(f"{shown}: {entry.text} is {what}; {_remedy(kind)}")
-            raise ConfigurationError(f"{shown}: {entry.text} is not valid; it takes {in_words(kind)}")
+def _unknown(name: str, settings: _Settings, given: Sequence[Given]) -> str:
+    known = settings.names
+    if settings.owner:
+        among = ", ".join(known) or "none, or its class_path is missing"
+        return f"{settings.owner}: there is no setting {name!r} among {among}{nearest(name, known)}"
+    every = dict.fromkeys((*known, *(x.setting for x in given)))
+    same = [x for x in every if x.endswith(f".{name.rpartition('.')[2]}") and x != name][:3]
+    near = f"; did you mean {' or '.join(same)}?" if same and "." in name else ""
+    sections = (other.partition(".")[0] for other in known)
+    return f"there is no setting {name!r}{near or nearest(name, [*known, *sections])}"
 
-    def _choose(self, text: str, kind: Any, shown: str, full: str) -> None:
-        """Store the settings of a class, given its name or dotted path."""
-        made = imported(text, shown) if "." in text else _named(text, kind, shown)
-        bases = tuple(_bases(kind))
-        if isinstance(made, type):
-            is_valid = issubclass(made, bases)
-        else:
-            result = get_type_hints(made).get("return") if inspect.isfunction(made) else None
-            is_valid = isinstance(result, type) and issubclass(result, bases)
-            if not is_valid and callable(made) and AbstractCallable in _origins(kind):
-                return
-        if not is_valid:
-            name = bases[0].__name__
-            raise ConfigurationError(
-                f"{shown}: {text} is no {name}, nor a function annotated to return one; {_remedy(kind)}"
-            )
-        parser: Any = type(self.parser)(exit_on_error=False)
-        try:
-            if isinstance(made, type):
-                functions = (get_args(part) for part in _parts(kind) if get_origin(part) is AbstractCallable)
-                # the first arguments, such as the parameters of an optimizer, are given later
-                skip = {len(x) for x, result in functions if issubclass(made, tuple(_bases(result)))}
-                parser.add_class_arguments(made, skip=skip)
-            else:
-                parser.add_function_arguments(made)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{shown}: {error}") from error
-        self.chosen[full] = _Settings(parser, made.__name__)
 
-    def _refuse_unknown(self, name: str, settings: _Settings) -> NoReturn:
-        if settings.owner:
-            among = ", ".join(settings.names) or "none, or its class_path is missing"
-            near = nearest(name, settings.names)
-            raise ConfigurationError(f"{settings.owner}: there is no setting {name!r} among {among}{near}")
-        parts = name.split(".")
-        starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        known = settings.names
-        name = next(x for x in starts if not any(f"{other}.".startswith(f"{x}.") for other in known))
-        inner = [f"{full}.{x}" for full, chosen in self.chosen.items() for x in chosen.names]
-        last = name.rpartition(".")[2]
-        same = [x for x in (*known, *inner) if x.endswith(f".{last}") and x != name][:3]
-        sections = (other.partition(".")[0] for other in known)
-        near = f"; did you mean {' or '.join(same)}?" if same and "." in name else ""
-        near = near or nearest(name, [*known, *sections])
-        raise ConfigurationError(f"there is no setting {name!r}{near}")
-
-    def missing(self, given: set[str]) -> str:
-        """Return a line about required settings that the user has not given; empty if none."""
-        for full, settings in [("", self.settings), *self.chosen.items()]:
-            names = [name for name in settings.required if f"{full}.{name}".lstrip(".") not in given]
-            if names:
-                owner = f"{settings.owner}: " if settings.owner else ""
-                return f"{owner}the following arguments are required: {', '.join(names)}"
+def _wrong_class(key: str, kind: Any, shown: str, entry: Given) -> str:
+    """Return a line if an entry of the user's is no class of a setting, else an empty text."""
+    _, is_here, inner = f".{entry.setting}.".partition(f".{key}.")
+    inner = f".{inner}".rstrip(".")
+    is_class = not isinstance(entry.value, dict) and (not inner or entry.name.endswith(".class_path"))
+    if not is_here or not is_class or (inner and not _is_mapping(kind)):
         return ""
+    is_list = isinstance(entry.value, list)
+    for item in entry.value if is_list else [entry.value]:
+        if isinstance(item, dict):
+            continue
+        is_name = isinstance(item, str) or not (entry.file or is_list)
+        if not is_name or (is_list and list not in _origins(kind)):
+            what = "a list, not one class" if is_list and list not in _origins(kind) else "no class"
+            return f"{shown}{inner}: {entry.text} is {what}; {_remedy(kind)}{_place([entry])}"
+        try:
+            _check_class(item if is_list else entry.text, kind, f"{shown}{inner}")
+        except ConfigurationError as error:
+            return f"{error}{broken_module(error) or _place([entry])}"
+    return ""
+
+
+def _check_class(text: str, kind: Any, shown: str) -> None:
+    """Raise an error if a name or dotted path is no class of a type."""
+    made = imported(text, shown) if "." in text else _named(text, kind, shown)
+    bases = tuple(_bases(kind))
+    if isinstance(made, type):
+        is_valid = issubclass(made, bases)
+    else:
+        result = get_type_hints(made).get("return") if inspect.isfunction(made) else None
+        is_valid = isinstance(result, type) and issubclass(result, bases)
+        if not is_valid and callable(made) and AbstractCallable in _origins(kind):
+            return
+    if not is_valid:
+        name = bases[0].__name__
+        raise ConfigurationError(
+            f"{shown}: {text} is no {name}, nor a function annotated to return one; {_remedy(kind)}"
+        )
+    try:
+        refuse_class_defaults(made)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{shown}: {error}") from error
+
+
+def refuse_class_defaults(maker: AbstractCallable[..., Any]) -> None:
+    """Raise an error if a setting is by default a class that cannot be made without arguments."""
+    for name, setting in parameters(maker).items():
+        kind = setting.default
+        if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+            continue
+        needed = inspect.signature(kind).parameters.values()
+        if any(x.default is x.empty and x.kind == x.POSITIONAL_OR_KEYWORD for x in needed):
+            raise ConfigurationError(
+                f"{maker.__name__}: its setting {name} is a class by default, which a configuration cannot name; use "
+                f"fl_lightning.models.library_model with function: {maker.__module__}.{maker.__name__}"
+            )
 
 
 def imported(path: str, setting: str = "") -> Any:
@@ -239,21 +235,6 @@ def _named(name: str, kind: Any, shown: str) -> Any:
     near = f"; did you mean {models.__name__}.{name}?" if name in models.__all__ else near
     near = f"; give one class, or for a list [{name}]" if "," in name else near
     raise ConfigurationError(f"{shown}: there is no class {name!r}{near or '; ' + _remedy(kind)}")
-
-
-def _accepts(kind: Any, entry: Given) -> bool:
-    if kind is None:
-        return True
-    probe = ArgumentParser(exit_on_error=False)
-    probe.add_argument("--value", type=kind)
-    try:
-        if entry.file:
-            probe.parse_object({"value": entry.value})
-        else:
-            probe.parse_args([f"--value={entry.text}"])
-    except ArgumentError:
-        return False
-    return True
 
 
 def base_classes() -> tuple[type, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from fl_lightning.cli.messages import Refusal, broken_module, one_line
-from fl_lightning.cli.mistakes import first_mistake, in_words
+from fl_lightning.cli.mistakes import in_one_line, in_words, refuse_class_defaults
 from fl_lightning.cli.user_settings import Given, plain_name, read_given
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config
@@ -42,9 +42,11 @@ class ConciseParser(LightningArgumentParser):
     Attributes:
         given: The user's settings, with file names and line numbers for error messages.
         commands: The subcommands of the parser; None without subcommands.
+        owner: Name of the class or function whose settings the parser reads; empty for a command.
     """
 
     given: Sequence[Given] = ()
+    owner = ""
     _asked: ClassVar["ConciseParser | None"] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +58,8 @@ class ConciseParser(LightningArgumentParser):
         self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
         """Add the settings of a class."""
-        _refuse_class_defaults(class_type)
+        self.owner = self.owner if nested_key else class_type.__name__
+        refuse_class_defaults(class_type)
         names: list[str] = super().add_class_arguments(class_type, nested_key, *args, **kwargs)
         self._let_links_decide(kwargs.get("linked_targets"))
         if issubclass(class_type, Metric):
@@ -71,9 +74,10 @@ class ConciseParser(LightningArgumentParser):
         jsonargparse calls this method with ``linked_targets``. jsonargparse's own method does not
         accept this argument.
         """
+        self.owner = function.__name__
         # the argument instantiators of jsonargparse's instantiate affects only classes
         add_instantiator(_make, function)  # type: ignore[arg-type]  # a function works, too
-        _refuse_class_defaults(function)
+        refuse_class_defaults(function)
         names: list[str] = super().add_function_arguments(function, *args, **kwargs)
         self._let_links_decide(linked_targets)
         parameters, made = inspect.signature(function).parameters.values(), get_type_hints(function)["return"]
@@ -131,30 +135,13 @@ class ConciseParser(LightningArgumentParser):
             ConciseParser._asked = None
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise ``Refusal`` with a line about the user's first mistake.
-
-        If the user's settings have the right types, the line is the parser's message.
-        """
+        """Raise ``Refusal`` with jsonargparse's message in one line."""
         asked = ConciseParser._asked or self
-        if line := first_mistake(asked, asked.given):
+        if line := in_one_line(self, message, asked.given):
             raise Refusal(line)
         for command in asked.commands.choices if asked.commands else ():
             message = message.replace(f" {command}.", " ")  # users write settings without a command
         raise Refusal(one_line(message) + broken_module(ex))
-
-
-def _refuse_class_defaults(maker: Callable[..., Any]) -> None:
-    """Raise an error if a setting is by default a class that cannot be made without arguments."""
-    for name, setting in parameters(maker).items():
-        kind = setting.default
-        if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            continue
-        needed = inspect.signature(kind).parameters.values()
-        if any(x.default is x.empty and x.kind == x.POSITIONAL_OR_KEYWORD for x in needed):
-            raise ConfigurationError(
-                f"{maker.__name__}: its setting {name} is a class by default, which a configuration cannot name; use "
-                f"fl_lightning.models.library_model with function: {maker.__module__}.{maker.__name__}"
-            )
 
 
 def _make(class_type: type, *args: Any, **settings: Any) -> Any:
