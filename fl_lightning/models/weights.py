@@ -1,7 +1,7 @@
 """Functions that load the initial weights of a model from a file."""
 
 import zipfile
-from collections.abc import Container, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,13 @@ def load_weights(
     differing = {name: shapes for name, shapes in misfits(weights, model).items() if name not in counters}
     if differing and not _are_heads(differing):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
-    _expect_numbers(f"{setting}: {path}", weights, model, differing)
-    model.load_state_dict({n: value for n, value in weights.items() if n not in differing}, strict=False)
+    try:
+        model.load_state_dict({n: x for n, x in weights.items() if n not in differing}, strict=False)
+    except RuntimeError as error:  # such as sparse or quantized tensors
+        words = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{setting}: {path} cannot be loaded: {words}; give dense tensors"
+        ) from error
     line = f"{setting}: the model starts from {path}"
     for old, new in [*differing.values()][:1]:
         line += f", except that {', '.join(differing)} keep their initial values: {old} in the file, {new} in the model"
@@ -68,32 +73,7 @@ def read_weights(model: nn.Module, path: str, setting: str) -> Mapping[str, Tens
     weights = _read(setting, user_path(setting, path))
     if differing := misfits(weights, model):
         raise misfit_error(f"{setting}: {path}", "file", model, differing)
-    _expect_numbers(f"{setting}: {path}", weights, model, ())
     return weights
-
-
-def _expect_numbers(
-    place: str, weights: Mapping[str, Tensor], model: nn.Module, without: Container[str]
-) -> None:
-    """Refuse weights that are non-finite, or have another kind of number than the model.
-
-    torch would silently convert kinds of number, such as complex to real. Only buffers may be
-    infinite, such as masks.
-    """
-    current, parameters = model.state_dict(), dict(model.named_parameters())
-    for name, value in weights.items():
-        if name in without or name.endswith(_EXTRA_STATE):
-            continue
-        of_file, of_model = ((x.is_floating_point(), x.is_complex()) for x in (value, current[name]))
-        if of_file != of_model:
-            raise ConfigurationError(
-                f"{place} does not fit model.model {type(model).__name__}: {name} is {value.dtype} in the file and "
-                f"{current[name].dtype} in the model; save the tensors with the model's dtypes"
-            )
-        if not (value.isfinite() if name in parameters else ~value.isnan()).all():
-            raise ConfigurationError(
-                f"{place} holds NaN or infinity in {name}; use weights of a run that has not diverged"
-            )
 
 
 def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
@@ -119,12 +99,6 @@ def _read(setting: str, path: Path) -> Mapping[str, Tensor]:
         raise ConfigurationError(
             f"{setting}: {path} holds no weights; give a state dict, or a last.ckpt or best.ckpt that fit wrote"
         )
-    for name, value in tensors.items():
-        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-            raise ConfigurationError(
-                f"{setting}: {path} has {name} as a sparse, quantized, meta or nested tensor; give dense tensors, from before the "
-                "model was converted"
-            )
     return {str(name): value for name, value in weights.items()}
 
 
@@ -179,7 +153,7 @@ def _shape(name: str, value: Any) -> list[int]:
 
 
 def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) -> ConfigurationError:
-    """Return an error that names the first tensor with a different shape.
+    """Return an error that names what is missing, what is left over, and what has another shape.
 
     Args:
         place: Description of the file, such as ``"checkpoint last.ckpt"``.
@@ -187,12 +161,23 @@ def misfit_error(place: str, noun: str, model: nn.Module, differing: _Shapes) ->
         model: The model that the weights do not fit.
         differing: Result of :func:`misfits`.
     """
-    name, shapes = next(iter(differing.items()))
-    old, new = ("nothing" if shape is None else shape for shape in shapes)
+    parts = {
+        f"missing in the {noun}": [name for name, (old, _) in differing.items() if old is None],
+        f"only in the {noun}": [name for name, (_, new) in differing.items() if new is None],
+        "of another shape": [
+            f"{name} ({old} in the {noun}, {new} in the model)"
+            for name, (old, new) in differing.items()
+            if old is not None and new is not None
+        ],
+    }
+    words = "; ".join(f"{what}: {_first_three(names)}" for what, names in parts.items() if names)
     return ConfigurationError(
-        f"{place} does not fit model.model {type(model).__name__}: {name} is {old} in the {noun} and {new} in the model "
-        f"({len(differing)} tensors differ); use the model settings of the training run, or another {noun}"
+        f"{place} does not fit model.model {type(model).__name__}: {words}; use the model settings of the training run, or another {noun}"
     )
+
+
+def _first_three(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def _are_heads(differing: _Shapes) -> bool:

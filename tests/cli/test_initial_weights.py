@@ -47,6 +47,6 @@ def test_a_checkpoint_of_another_model_is_one_line_and_leaves_no_run(shared, cap
     settings = ("--model.initial_weights", "shared.ckpt", "--model.model.norm", "gn", *STAGE_1)
     line = message_of(capsys, lambda: run(*settings))
     assert line.startswith(
-        "error: initial_weights: shared.ckpt does not fit model.model LeNet: features.2.running_mean"
+        "error: initial_weights: shared.ckpt does not fit model.model LeNet: only in the file: features.2.running_mean, "
     )
     assert not Path("runs/tiny").exists()

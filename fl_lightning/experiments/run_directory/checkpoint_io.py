@@ -114,7 +114,7 @@ def check_run(
 
     Raises:
         ConfigurationError: The checkpoint has the wrong names or shapes of tensors, or belongs to a
-            different server optimizer. The message gives the first difference.
+            different server optimizer.
     """
     if differing := misfits(checkpoint["state_dict"], model):
         raise misfit_error(f"checkpoint {path}", "checkpoint", model, differing)
