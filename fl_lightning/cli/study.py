@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.cli import study_cell
 from fl_lightning.cli.command_line import build, resolve
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import ENGINES, study_options
@@ -289,7 +290,7 @@ def make_engine(name: str) -> Engine:
     """
     try:
         module = import_module(f"fl_lightning.experiments.studies.engines.{name}")
-        engine: Engine = getattr(module, ENGINES[name])()
+        engine: Engine = getattr(module, ENGINES[name])(study_cell.__name__)
     except ModuleNotFoundError as error:
         message = f"--engine: {name} needs the package {error.name}; pip install 'fl_lightning[{name}]'"
         raise ConfigurationError(message) from error

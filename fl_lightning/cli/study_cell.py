@@ -8,28 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from pathlib import Path
 
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.messages import command
 from fl_lightning.errors import OtherData
-from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import locked
 from fl_lightning.yaml_file import plain_yaml
 
 _PAUSE = 1.0  # seconds between two checks of the cell's state
-
-
-def preload() -> None:
-    """Import slow packages and compute the digest of the code, once for all cells.
-
-    Packages of data sets are not imported, because some of them import pyarrow, which starts a
-    thread.
-    """
-    import_module("matplotlib.backends.backend_agg")
-    provenance({})
 
 
 @command()

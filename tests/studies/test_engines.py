@@ -30,6 +30,8 @@ from tests.support.cells import (
 )
 from tests.support.command_line import message_of, rows
 
+CELL = "fl_lightning.cli.study_cell"
+
 ROUNDED = "trap 'echo rounded; exit 143' TERM; echo up; while true; do sleep 0.05; done"
 
 
@@ -53,7 +55,7 @@ class ShellJob(Job):
 
 
 def shell(name, line, **settings):
-    return ShellJob(name, [line], Path(f"{name}.log"), **settings)
+    return ShellJob(name, "", [line], Path(f"{name}.log"), **settings)
 
 
 def check(engine):
@@ -115,7 +117,7 @@ def test_a_cell_goes_on_at_another_node_of_ray_when_its_own_is_lost(monkeypatch)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     heard = signal.getsignal(signal.SIGTERM)
     try:
-        engine = RayEngine()
+        engine = RayEngine(CELL)
         assert signal.getsignal(signal.SIGTERM) is heard
         assert (engine.cores, engine.gpus) == (2, 0)
         check(engine)
@@ -144,7 +146,7 @@ def test_a_cell_goes_on_when_submitit_queues_it_again():
     pytest.importorskip("submitit", reason="submitit is not installed")
     from fl_lightning.experiments.studies.engines.slurm import SlurmEngine
 
-    engine = SlurmEngine("local")
+    engine = SlurmEngine(CELL, "local")
     check(engine)
 
     def preempt(cell):
@@ -172,7 +174,7 @@ def test_cells_that_are_submitted_together_are_one_array(tmp_path, monkeypatch):
         program.write_text(SBATCH)
         program.chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    engine = SlurmEngine()
+    engine = SlurmEngine(CELL)
     engine.submit([shell("a", "true"), shell("b", "true", threads=2, gpus=1), shell("c", "true", gpus=0.0)])
     together, alone = [
         dict(re.findall(r"#SBATCH --([\w-]+)=?(.*)", Path(f"sbatch.{i}").read_text())) for i in (0, 1)
@@ -226,7 +228,7 @@ def test_what_sbatch_refuses_and_what_slurm_ends_is_told(tmp_path, monkeypatch):
         program.write_text("#!/bin/sh\necho 'invalid partition specified: nowhere' >&2; exit 1\n")
         program.chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    engine = SlurmEngine()
+    engine = SlurmEngine(CELL)
     with pytest.raises(ConfigurationError, match=r"--engine: slurm rejects the jobs: .*invalid partition"):
         engine.submit([shell("a", "true"), shell("b", "true")])
     engine.stop()  # there is nothing to cancel
@@ -275,7 +277,7 @@ def test_slurm_needs_time_before_it_requeues(limit, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SBATCH_TIMELIMIT", limit)
     with pytest.raises(ConfigurationError) if limit in TOO_SHORT else nullcontext() as error:
-        SlurmEngine()
+        SlurmEngine(CELL)
     if limit in TOO_SHORT:
         assert str(error.value) == (
             f"SBATCH_TIMELIMIT: {limit} is too short, because Slurm may requeue a job 150 seconds before its limit; set at "

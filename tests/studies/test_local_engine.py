@@ -30,6 +30,7 @@ from tests.support.cells import (
 from tests.support.command_line import rows
 from tests.support.outcomes import same
 
+CELL = "fl_lightning.cli.study_cell"
 TOOL = """
 import json, os, signal, sys, time
 from multiprocessing import forkserver
@@ -55,10 +56,13 @@ print("seen", file=sys.stderr)
 LONG = "Path('up').write_text(str(os.getppid()))\nwhile not Path('go').exists(): time.sleep(0.01)\nPath('end').touch(); sys.exit(5)"
 STARTED = """
 import sys, time, types
-for name in ("torch", "fl_lightning.execution", "fl_lightning.execution.choice", "fl_lightning.cli.study_cell"):
+
+CELL = "fl_lightning.cli.study_cell"
+SOURCE = "fl_lightning.experiments.run_directory.source"
+for name in ("torch", "fl_lightning.execution", "fl_lightning.execution.choice", "matplotlib.backends.backend_agg", SOURCE):
     sys.modules[name] = types.ModuleType(name)  # processes of a test import nothing that is slow
 sys.modules["fl_lightning.execution.choice"].usable_cores = None
-sys.modules["fl_lightning.cli.study_cell"].preload = lambda: time.sleep({seconds})
+sys.modules[SOURCE].provenance = lambda config: time.sleep({seconds})
 import method
 if "-c" in sys.orig_argv:  # in the server, so that its forks need not
     import fl_lightning.experiments.studies.engines.local
@@ -91,7 +95,7 @@ def engine(tmp_path, monkeypatch):
     """An engine with a server of its own, which imports little."""
     Path("tool.py").write_text(TOOL)
     server = prepare(tmp_path, monkeypatch)
-    made = LocalEngine(module="tool")
+    made = LocalEngine("tool")
     yield made
     made.stop()
     end(server)
@@ -102,7 +106,7 @@ def server(tmp_path_factory):
     """A server of several tests, which leave it as it is."""
     with pytest.MonkeyPatch.context() as patch:
         server = prepare(tmp_path_factory.mktemp("server"), patch)
-        server.set_forkserver_preload([local._SERVER])
+        server.set_forkserver_preload(["tool", local._SERVER])
         server.ensure_running()
     yield server
     end(server)
@@ -114,14 +118,14 @@ def forks(server, monkeypatch):
     for name in forkserver.__all__:
         monkeypatch.setattr(forkserver, name, getattr(server, name))
     Path("tool.py").write_text(TOOL)
-    made = LocalEngine(module="tool")
+    made = LocalEngine("tool")
     yield made
     made.stop()
 
 
 def job(name, code, **settings):
     """A job that runs code in the module ``tool``."""
-    return Job(name, [code], Path(f"{name}.log"), **settings)
+    return Job(name, "tool", [code], Path(f"{name}.log"), **settings)
 
 
 def finish(engine, *jobs):
@@ -140,7 +144,7 @@ def server_of_long():
 
 def test_a_fork_is_what_a_process_of_its_own_would_be(engine, monkeypatch):
     found = []
-    for number, one in enumerate((engine, engine, LocalEngine(forks=False, module="tool"))):
+    for number, one in enumerate((engine, engine, LocalEngine("tool", forks=False))):
         Path("own.py").write_text(f"VALUE = {'x' * number!r}\n")  # the user's module is fresh
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"3,{number}")
         assert finish(one, job("about", ABOUT, threads=2)) == {"about": 0}
@@ -260,7 +264,7 @@ def test_a_job_never_runs_code_that_has_changed_since_its_server_imported_it(eng
 
 def test_gpus_are_filled_evenly(forks, monkeypatch):
     monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 3)
-    forks = LocalEngine(module="tool")
+    forks = LocalEngine("tool")
     assert forks.gpus == 3
 
     def start(number):
@@ -288,7 +292,7 @@ def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own_and_one_thread(monkeypa
     Path("go").touch()
     found = []
     with nothing_left():
-        for one in (LocalEngine(), LocalEngine(forks=False)):
+        for one in (LocalEngine(CELL), LocalEngine(CELL, forks=False)):
             (cell,) = study_cells().values()
             runner = Runner(Path("study"), one, 1)
             runner.run([cell])
@@ -301,7 +305,7 @@ def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own_and_one_thread(monkeypa
     # the threads of libraries, such as OpenBLAS's, have ended before the fork
     Path("tool.py").write_text(TOOL)
     threads = job("threads", "sys.exit(len(os.listdir('/proc/self/task')))")
-    assert finish(LocalEngine(module="tool"), threads) == {"threads": 1}
+    assert finish(LocalEngine("tool"), threads) == {"threads": 1}
     (forked_rows, forked), (own_rows, own) = found
     assert forked_rows == own_rows
     assert same(forked, own)
@@ -311,4 +315,4 @@ def test_the_quota_of_a_container_limits_the_cells_at_a_time(tmp_path, monkeypat
     monkeypatch.setattr(choice, "_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text("100000 100000")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    assert LocalEngine().cores == 1
+    assert LocalEngine(CELL).cores == 1

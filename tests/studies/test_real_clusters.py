@@ -24,6 +24,8 @@ from tests.support.cells import (
 from tests.support.command_line import rows
 from tests.support.slurm_cluster import needs_slurm, slurm, state, wait_until_queued_again
 
+CELL = "fl_lightning.cli.study_cell"
+
 pytestmark = pytest.mark.nightly
 
 
@@ -60,7 +62,7 @@ def test_jobs_that_slurm_requeues_and_ends_at_their_limit_go_on(cluster):
 
     pauses = {"trainer.callbacks": PAUSES}
     write_study(through={}, requeued=pauses, limited={**pauses, "model.local_steps": 3})
-    engine, cells = SlurmEngine(), study_cells()
+    engine, cells = SlurmEngine(CELL), study_cells()
     held = [cells["requeued"], cells["limited"]]
 
     def interrupt(states):

@@ -26,6 +26,8 @@ from tests.support.cells import (
 )
 from tests.support.command_line import rows
 
+CELL = "fl_lightning.cli.study_cell"
+
 
 @pytest.fixture(autouse=True)
 def own_modules(tmp_path, monkeypatch):
@@ -83,7 +85,7 @@ def test_a_cell_that_is_killed_is_reported_and_the_same_command_finishes_it(capf
     for cell in cells.values():
         (attempt,) = attempts_of(cell)
         assert rows(attempt) == reference(cell)
-    log = Runner(Path("runs/studies/few-quick"), LocalEngine(), 1).log(cells["pausing"]).read_text()
+    log = Runner(Path("runs/studies/few-quick"), LocalEngine(CELL), 1).log(cells["pausing"]).read_text()
     assert f"--ckpt_path={attempts_of(cells['pausing'])[0].checkpoints}/last.ckpt" in log
 
 
@@ -91,7 +93,7 @@ class Recorder(LocalEngine):
     """Keeps the command lines of cells, and runs them in this process."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(CELL)
         self.jobs, self.run = [], []
 
     def submit(self, jobs):
@@ -207,7 +209,7 @@ def test_more_jobs_than_gpus_share_them(jobs, share):
 def test_a_failed_cell_is_told_by_what_its_last_try_said(tmp_path):
     write_study(through={})
     (cell,) = study_cells().values()
-    runner = Runner(tmp_path, LocalEngine(), 1)
+    runner = Runner(tmp_path, LocalEngine(CELL), 1)
     log = runner.log(cell)
     log.parent.mkdir()
     log.write_text("python -m fl_lightning fit\nerror: data: gone\n")

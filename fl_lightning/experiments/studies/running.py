@@ -164,7 +164,7 @@ class Runner:
         arguments = [str(file.resolve()), json.dumps(options)]
         gpus = self.engine.gpus if config["trainer"]["accelerator"] != "cpu" else 0
         share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
-        return Job(cell.job, arguments, log, threads=config["threads"] or 1, gpus=share)
+        return Job(cell.job, self.engine.module, arguments, log, threads=config["threads"] or 1, gpus=share)
 
     def _error(self, cell: Cell, status: int, state: State) -> str:
         """Return the reason why a cell has no result, in one line."""

@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CELL = "fl_lightning.cli.study_cell"
-"""Module whose function ``main`` trains a cell. If it is called again, the cell resumes."""
-
 
 @dataclass(frozen=True)
 class Job:
-    """Training of a cell by the module :data:`CELL`.
+    """Training of a cell.
 
     Attributes:
         name: Name of the job.
+        module: Module whose function ``main`` trains the cell. If it is called again, the cell resumes.
         arguments: Arguments of the module.
         log: File to which the output is appended.
         threads: Number of CPU threads (default 1).
@@ -27,6 +25,7 @@ class Job:
     """
 
     name: str
+    module: str
     arguments: Sequence[str]
     log: Path
     threads: int = 1
@@ -35,7 +34,7 @@ class Job:
     @property
     def command(self) -> list[str]:
         """Command line of the job."""
-        return [sys.executable, "-m", CELL, *self.arguments]
+        return [sys.executable, "-m", self.module, *self.arguments]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,13 +47,20 @@ class Engine(ABC):
 
     An engine returns exit statuses only. The result of a cell is in the cell's run directory.
 
+    Args:
+        module: Module of all jobs.
+
     Attributes:
+        module: Module of all jobs.
         cores: Number of CPU cores.
         gpus: Number of GPUs.
     """
 
     cores: int
     gpus: int
+
+    def __init__(self, module: str) -> None:
+        self.module = module
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job]) -> None:

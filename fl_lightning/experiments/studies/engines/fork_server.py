@@ -10,10 +10,11 @@ import os
 import sys
 from importlib import import_module
 
-from fl_lightning.experiments.studies.engines.base import CELL
+from fl_lightning.experiments.run_directory.source import provenance
 
 os.setpgid(0, 0)  # signals to the study's group, such as Ctrl-C, do not reach the server
-import_module(CELL).preload()
+import_module("matplotlib.backends.backend_agg")
+provenance({})  # keep the versions of the code, which are those of the imported files
 gc.freeze()  # garbage collection writes to shared memory, and each write copies a page
 
 

@@ -14,7 +14,7 @@ from signal import SIGTERM
 import torch
 
 from fl_lightning.execution.choice import usable_cores
-from fl_lightning.experiments.studies.engines.base import CELL, Engine, Job
+from fl_lightning.experiments.studies.engines.base import Engine, Job
 
 _GPU = "CUDA_VISIBLE_DEVICES"
 _SERVER = "fl_lightning.experiments.studies.engines.fork_server"
@@ -30,18 +30,18 @@ class LocalEngine(Engine):
     Lightning.
 
     Args:
+        module: Module of all jobs.
         forks: Whether processes are forks of a server (default True). Otherwise each process is
             new and imports everything itself.
-        module: Module whose function ``main`` a process calls with the arguments of a job.
     """
 
-    def __init__(self, forks: bool = True, module: str = CELL) -> None:
+    def __init__(self, module: str, forks: bool = True) -> None:
+        super().__init__(module)
         visible = os.environ.get(_GPU)
         self._devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         self.cores, self.gpus = usable_cores(), len(self._devices)
-        self._module = module
         self._context = get_context("forkserver") if forks else get_context("spawn")
-        self._context.set_forkserver_preload([_SERVER])
+        self._context.set_forkserver_preload([module, _SERVER])
         self._running: dict[str, BaseProcess] = {}
         self._on_gpu: dict[str, str] = {}
 
@@ -56,7 +56,7 @@ class LocalEngine(Engine):
                 taken = [*self._on_gpu.values()]
                 environment[_GPU] = self._on_gpu[job.name] = min(self._devices, key=taken.count)
             known, make_known = self._context.Pipe(duplex=False)
-            arguments = (self._module, job.arguments, job.log, environment, known)
+            arguments = (job.module, job.arguments, job.log, environment, known)
             process = self._context.Process(target=_run, args=arguments, name=job.name)
             with known, make_known:
                 # a server that starts now imports PyTorch with the job's OMP_NUM_THREADS

@@ -17,9 +17,13 @@ class RayEngine(Engine):
     If the environment variable ``RAY_ADDRESS`` is set, the engine uses the cluster at this address.
     Otherwise it uses a local cluster, and starts one if needed. All nodes need this Python and the
     working directory at the same paths.
+
+    Args:
+        module: Module of all jobs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        super().__init__(module)
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(
             include_dashboard=False, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True

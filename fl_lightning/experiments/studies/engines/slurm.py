@@ -34,6 +34,7 @@ class SlurmEngine(Engine):
     working directory at the same paths.
 
     Args:
+        module: Module of all jobs.
         cluster: Cluster of submitit, such as ``"slurm"`` (default) or ``"local"``.
 
     Raises:
@@ -43,7 +44,8 @@ class SlurmEngine(Engine):
 
     cores = gpus = _ARRAY  # upper limits: Slurm decides how many jobs run at a time
 
-    def __init__(self, cluster: str = "slurm") -> None:
+    def __init__(self, module: str, cluster: str = "slurm") -> None:
+        super().__init__(module)
         if cluster == "slurm":
             if shutil.which("srun") is None:
                 raise ConfigurationError(
