@@ -93,7 +93,7 @@ class Scaled(Attack, ABC):
 
     Args:
         tau: Fixed factor. The default depends on ``origin``.
-        search: ``"fixed"`` uses ``tau``. ``"byzfl"`` and ``"grid"`` search for a factor, see
+        search: ``"fixed"`` uses ``tau``. ``"byzfl"`` searches for a factor, see
             :func:`~fl_lightning.attacks.search.search`.
         origin: Source of the formula: ``"byzfl"``, ``"paper"`` or ``"blades"``.
 
@@ -125,7 +125,7 @@ class Scaled(Attack, ABC):
         factor = self.fixed(messages[0])
         robust = [message for message in messages if not isinstance(message.rule, WeightedMean)]
         if self.search != "fixed" and robust:
-            factor = search(self._harm(robust), self.search)
+            factor = search(self._harm(robust))
         return [self.vector(message, factor) for message in messages]
 
     def _harm(self, messages: list[Message]) -> Callable[[float], float]:

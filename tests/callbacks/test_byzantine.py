@@ -107,7 +107,7 @@ def test_who_attacks():
 ATTACKS = [
     SignFlip(),
     FallOfEmpires(search="byzfl"),
-    ALittleIsEnough(search="grid"),
+    ALittleIsEnough(search="byzfl"),
     Gaussian(),
     Mimic(1),
     NonFinite(),
@@ -225,7 +225,7 @@ def test_an_attacker_knows_the_honest_clients_and_no_other_attacker():
     [
         (lambda: ALittleIsEnough(origin="blades"), None),
         (lambda: ALittleIsEnough(origin="paper"), None),
-        (lambda: ALittleIsEnough(search="grid"), TrimmedMean(3)),
+        (lambda: ALittleIsEnough(search="byzfl"), TrimmedMean(3)),
         (Mimic, Median()),
     ],
     ids=["number of attackers", "vectors of the attackers", "search", "mimic"],

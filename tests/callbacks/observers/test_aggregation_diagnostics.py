@@ -42,7 +42,7 @@ def test_a_factor_for_each_message_harms_at_least_as_much_as_one_for_all():
     harms = []
     for per in ("model", "layer"):
         watch = AggregationDiagnostics(1)
-        module = [Byzantine(ALittleIsEnough(search="grid"), 2, per=per), watch]
+        module = [Byzantine(ALittleIsEnough(search="byzfl"), 2, per=per), watch]
         train(small_cnn(), blobs(**FIVE), 1, module, **settings)
         harms.append(watch.newest)
     for what in ("means", "variances"):
