@@ -127,6 +127,17 @@ def test_online_without_a_usable_key_is_offline_with_one_line(
     assert len(offline_runs(attempt)) == 1
 
 
+def test_an_empty_mode_of_the_environment_counts_as_none(offline, monkeypatch, capsys):
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "")
+    attempt = run("--trainer.max_epochs", 1).attempt
+    wandb.teardown()
+    assert capsys.readouterr().err == ""
+    assert len(offline_runs(attempt)) == 1
+
+
 @pytest.mark.slow
 def test_names_of_the_environment_come_first_and_a_sweep_gives_a_resumed_run_its_id(offline, monkeypatch):
     import wandb

@@ -95,6 +95,8 @@ def session_mode(mode: str) -> Any:
     """
     # by default, W&B sends error reports even from offline runs
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    if not os.environ.get("WANDB_MODE", "auto"):
+        del os.environ["WANDB_MODE"]  # W&B refuses an empty mode
     import wandb
 
     session = wandb.setup(settings=wandb.Settings(silent=True)).settings
