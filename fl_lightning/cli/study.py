@@ -1,14 +1,12 @@
 """``python -m fl_lightning study``: run the cells of a study and write tables and verdicts."""
 
-import io
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from fl_lightning.cli import study_cell
 from fl_lightning.cli.command_line import build, resolve
@@ -17,16 +15,16 @@ from fl_lightning.cli.options import ENGINES, study_options
 from fl_lightning.console import in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
-from fl_lightning.experiments.studies.cells import RUNS, Cell, expect_newest_data
-from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
+from fl_lightning.experiments.run_directory.directory import Config
+from fl_lightning.experiments.studies.cells import expect_newest_data
 from fl_lightning.experiments.studies.collecting import collect
-from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
+from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.engines.base import Engine
 from fl_lightning.experiments.studies.figures import write_figures
 from fl_lightning.experiments.studies.progress import StudyProgress, time_left
-from fl_lightning.experiments.studies.reading import all_mistakes, read_study
-from fl_lightning.experiments.studies.report_rule import LAST, check_rule
+from fl_lightning.experiments.studies.reading import read_study
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
+from fl_lightning.experiments.studies.study_cells import StudyCells
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame
 from fl_lightning.experiments.studies.table_columns import FURTHER
 from fl_lightning.experiments.studies.tables import (
@@ -40,18 +38,10 @@ from fl_lightning.experiments.studies.tables import (
 )
 from fl_lightning.files import folder_below, shipped
 
-_COMPUTED = {
-    "threads": 1, "trainer.accelerator": "cpu", "trainer.devices": 1, "trainer.num_nodes": 1,
-    "model.executor": "SequentialExecutor", "model.executor.compile": False,
-}  # fmt: skip
-"""Default settings of cells.
 
-With these settings, results do not depend on how many cells run at a time."""
-
-_FIXED = {"ckpt_path": None, "accept_data": False, "weights_only": None, "trainer.fast_dev_run": False}
-"""Settings that no cell may change: ``fast_dev_run``, for example, writes no result."""
-
-_resolved = cache(resolve)
+@cache
+def _resolved(arguments: tuple[str, ...]) -> Config:
+    return resolve(arguments)
 
 
 @contextmanager
@@ -76,7 +66,7 @@ def main(args: Sequence[str]) -> None:
     """
     options, fit_options = study_options(args)
     study = read_study(shipped(options.file) or Path(options.file), options.scale)
-    cells = StudyCells(study, fit_options, options.rerun)
+    cells = cells_of(study, fit_options, options.rerun)
     cells.check()
     if options.dry_run:
         dry_run(cells, options.jobs or 1)
@@ -119,123 +109,9 @@ def main(args: Sequence[str]) -> None:
         )
 
 
-class StudyCells:
-    """The cells of a study. Settings on the command line apply to all cells.
-
-    Args:
-        study: The study.
-        fit_options: Settings of all cells as arguments of ``fit``.
-        rerun: Whether results of other code are computed anew (default False).
-    """
-
-    def __init__(self, study: Study, fit_options: Sequence[str], rerun: bool = False) -> None:
-        self.study, self._options, self._rerun = study, list(fit_options), rerun
-        self._made: dict[tuple[Any, ...], Cell] = {}
-        if next(study.combinations(), None) is None:
-            raise ConfigurationError(
-                f"study: {study.name} omits all of its cells at scale {study.scale_name}; change 'without'"
-            )
-
-    def check(self) -> None:
-        """Check the settings of some cells by building their data, model and callbacks.
-
-        Each label occurs in at least one of these cells.
-
-        Raises:
-            ConfigurationError: A setting is invalid. The message lists the first mistake of each
-                cell.
-        """
-        seen: set[tuple[str, str]] = set()
-        mistakes: dict[str, str] = {}
-        for labels in self.study.combinations():
-            if not seen.issuperset(labels.items()):
-                try:
-                    settings = self._settings(labels)
-                    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                        build(settings)
-                    config = _resolved(tuple(settings))
-                    check_rule(self.study.definition.report, self.study.definition.metrics, config)
-                except ConfigurationError as error:
-                    names = " ".join(f"{axis}={label}" for axis, label in labels.items())
-                    mistakes.setdefault(f"{error}", names)
-                seen.update(labels.items())
-        if len(mistakes) == 1:
-            raise ConfigurationError(*mistakes)
-        if mistakes:
-            raise all_mistakes("study", [f"{labels}: {line}" for line, labels in mistakes.items()])
-
-    @cached_property
-    def any(self) -> Cell:
-        """First cell of the study."""
-        return self.cell(next(self.study.combinations()), self.study.scale.seeds[0])
-
-    @cached_property
-    def trials(self) -> list[list[Cell]]:
-        """Trial cells of each choice, with one list per choice."""
-        return trial_cells(self.study, self.cell)
-
-    @property
-    def trial_cells(self) -> list[Cell]:
-        """Trial cells of all choices, as a single list."""
-        return [cell for trial in self.trials for cell in trial]
-
-    def choose(self, run: Callable[[list[Cell]], None] = lambda cells: None) -> list[Chosen]:
-        """Return the choices of the study.
-
-        While the chosen learning rate is at the edge of its grid, the grid is extended.
-
-        Args:
-            run: Function that runs the trials (default: run no trial).
-        """
-        while True:
-            run(self.trial_cells)
-            choices = chosen(self.study, self.trials)
-            before, self.study = self.study, with_wider_grids(self.study, choices)
-            if self.study is before:
-                return choices
-            del self.trials
-
-    def cell(self, labels: Labels, seed: int) -> Cell:
-        """Return the cell with these labels and this seed."""
-        key = (*labels.items(), seed)
-        if key not in self._made:
-            first = self.study.seeds(labels)[0]
-            config = _resolved(tuple(self._settings(labels)))
-            given = {**config, "trainer.fast_dev_run": config["trainer"]["fast_dev_run"]}
-            for name, value in {**_FIXED, "seed_everything": first}.items():
-                if given[name] != value:
-                    raise ConfigurationError(
-                        f"{name}: {given[name]} is no setting of a study's cells: the study sets seeds and checkpoints; leave it out"
-                    )
-            rounds = max(int(config["trainer"]["max_epochs"]), 0) or "budget"
-            folder = f"{RUNS}/{rounds}"
-            if self.study.definition.report != LAST:  # the value depends on how often the cell is evaluated
-                folder += f"-every-{config['trainer']['check_val_every_n_epoch']}"
-            # the configuration is resolved once for all seeds
-            config = {**config, "seed_everything": seed, "name": folder}
-            self._made[key] = Cell(labels, seed, config, rerun=self._rerun)
-        return self._made[key]
-
-    def needed_metrics(self, cell: Cell) -> list[str]:
-        """Return the metrics that the study reads from a cell."""
-        if own := self.study.metric(cell.labels):
-            return [own]
-        chosen_by = [choice.metric for choice in self.study.choices if choice.seed == cell.seed]
-        return [*self.study.definition.metrics, *chosen_by]
-
-    def _settings(self, labels: Labels) -> list[str]:
-        """Return the arguments of ``fit`` for a combination of labels with its first seed."""
-        computed = [as_argument(name, value) for name, value in _COMPUTED.items()]
-        arguments = self.study.arguments(labels, self.study.seeds(labels)[0])
-        return [*self.study.base, *computed, *arguments, *self._options]
-
-    def table(self, choices: Sequence[Chosen]) -> list[Cell]:
-        """Return the cells of the table, for all seeds.
-
-        If the study has chosen a label of an axis, the table omits the other labels of this axis.
-        """
-        combinations = [x for x in self.study.combinations() if is_chosen(x, choices)]
-        return [self.cell(labels, seed) for labels in combinations for seed in self.study.seeds(labels)]
+def cells_of(study: Study, fit_options: Sequence[str], rerun: bool = False) -> StudyCells:
+    """Return the cells of a study, whose settings the command line resolves and checks."""
+    return StudyCells(study, fit_options, _resolved, build, rerun)
 
 
 def dry_run(cells: StudyCells, jobs: int) -> None:

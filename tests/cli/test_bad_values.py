@@ -78,6 +78,7 @@ TABLE = [
     ("--model.client_optimizer LeNet", "model.client_optimizer: the class 'LeNet' is of another kind; give one that this setting takes, or the dotted path of your own"),
     ("--model.client_optimizer SGD,Adam", "model.client_optimizer: there is no class 'SGD,Adam'; give one class, or for a list [SGD,Adam]"),
     ("--model.client_optimizer.lr abc", "SGD.lr: abc is not valid; it takes float, Tensor"),
+    ("--model.client_optimizer.lr abc --model.server_optimizer SGD --model.server_optimizer.lr 0.1", "SGD.lr: abc is not valid; it takes float, Tensor"),
     ("--model.client_optimizer.lr nan", "SGD.lr: nan is not valid; it takes float, Tensor"),
     ("--model.client_optimizer.momentum 1.5", "client_optimizer: SGD.momentum: 1.5 must lie in [0, 1]; use SGD, Adam, AdamW, RMSprop or Adagrad with settings that they take"),
     ("--model.client_optimizer.nesterov 3", "SGD.nesterov: 3 is not valid; it takes bool"),

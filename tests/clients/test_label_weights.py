@@ -81,6 +81,10 @@ def test_the_loss_does_not_depend_on_the_size_of_batches(kind, settings, place):
     found = [evaluated(loss, outputs, labels, size) for size in (1, 4, 7, 30)]
     if settings.get("reduction") == "sum":  # no mean: as it was
         assert found[3]["loss"] == pytest.approx(float(loss(outputs, labels)))
+        batches = zip(outputs.split(7), labels.split(7), strict=True)
+        sums = [(float(loss(*batch)), batch[1].numel()) for batch in batches]
+        mean = sum(value * size for value, size in sums) / labels.numel()
+        assert found[2]["loss"] == pytest.approx(mean)
         return
     if place:  # images whose pixels weigh unlike are one batch
         whole = float(loss(outputs, labels))

@@ -1,12 +1,15 @@
 """The page on the architecture is what the imports are."""
 
 import re
+from pathlib import Path
 
 import house
 
+import fl_lightning
 from tests.support.pages import PAGES
 
 PAGE = PAGES["docs/architecture.md"].read_text()
+PACKAGE = Path(fl_lightning.__file__).parent
 
 
 def levels():
@@ -38,6 +41,13 @@ def test_every_package_imports_only_from_lines_below_its_own():
         and level[target] <= level[room]
     ]
     assert upwards == []
+
+
+def test_no_package_names_the_command_line_in_a_string():
+    """Only the program's start does, to import a command when it is asked for."""
+    files = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    naming = [str(path) for path, text in files.items() if re.search(r"[\"']fl_lightning\.cli\.", text)]
+    assert [path for path in naming if not path.startswith("cli/")] == ["__main__.py"]
 
 
 def test_the_picture_has_every_package():

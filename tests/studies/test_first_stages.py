@@ -119,6 +119,7 @@ class AtOnce(Engine):
     """Finishes each batch of jobs before the next look, and keeps who was in the batch."""
 
     def __init__(self, cells):
+        super().__init__("")
         self.cells, self.batches, self.left = {one.job: one for one in cells}, [], {}
 
     def submit(self, jobs):

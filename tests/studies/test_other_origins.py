@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fl_lightning.cli.study import StudyCells
+from fl_lightning.cli.study import cells_of
 from fl_lightning.experiments.studies.reading import read_study
 from tests.support.command_line import run
 from tests.support.study_in_process import finished_study, found, study, write
@@ -26,7 +26,7 @@ def go_on(checkpoint, folder):
 
 
 def first_cell():
-    cells = StudyCells(read_study(Path("s.yaml"), "quick"), [])
+    cells = cells_of(read_study(Path("s.yaml"), "quick"), [])
     return cells.table([])[0]
 
 

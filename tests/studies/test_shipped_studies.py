@@ -11,7 +11,7 @@ import yaml
 
 import fl_lightning
 from fl_lightning.cli.command_line import main as fit
-from fl_lightning.cli.study import StudyCells
+from fl_lightning.cli.study import cells_of
 from fl_lightning.experiments.run_directory.config_digest import class_path
 from fl_lightning.experiments.studies.reading import read_study
 
@@ -75,7 +75,7 @@ def test_each_label_makes_another_run(name, scale):
         if labels_in(near) != labels_in(every):
             near += [labels for labels in every if sum(labels[axis] != start[axis] for axis in start) <= 1]
     assert labels_in(near) == labels_in(every)
-    cells = StudyCells(study, [])
+    cells = cells_of(study, [])
     assert expect_different_runs(study, cells, near) or len(near) == 1
     for labels in near:  # what is for BN alone ends a run of anything else
         config = cells.cell(labels, 0).config
@@ -135,7 +135,7 @@ def result_of(study, cell):
 @pytest.mark.parametrize(("name", "scale"), TO_RUN)
 def test_every_label_runs(name, scale):
     study = read_study(FOLDER / f"{name}.yaml", scale)
-    cells = StudyCells(study, [])
+    cells = cells_of(study, [])
     unseen, ran = labels_in(study.combinations()), []
     for labels in study.combinations():
         if unseen.isdisjoint(labels.items()):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from fl_lightning.cli.study import StudyCells
+from fl_lightning.cli.study import cells_of
 from fl_lightning.experiments.studies.reading import read_study
 from tests.support.command_line import rows, run, write_config
 
@@ -40,7 +40,7 @@ def write_study(**cells):
 
 def study_cells():
     """The cells of the study, by label."""
-    study = StudyCells(read_study(Path("few.yaml"), "quick"), [])
+    study = cells_of(read_study(Path("few.yaml"), "quick"), [])
     return {cell.labels["cell"]: cell for cell in study.table([])}
 
 

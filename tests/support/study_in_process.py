@@ -47,7 +47,8 @@ class InThisProcess(Engine):
     ran: list[str]
     cores, gpus = 1, 0
 
-    def __init__(self):
+    def __init__(self, module):
+        super().__init__(module)
         self._ended = {}
 
     def submit(self, jobs):

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.cli.command_line import resolve
-from fl_lightning.cli.study import StudyCells
+from fl_lightning.cli.study import cells_of
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.reading import read_study
 
@@ -50,4 +50,4 @@ def finish(one, attempt="", **result):
 
 def study_cells(options=(), **changes):
     Path("s.yaml").write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
-    return StudyCells(read_study(Path("s.yaml"), "quick"), options)
+    return cells_of(read_study(Path("s.yaml"), "quick"), options)
