@@ -177,7 +177,7 @@ class RunRecord:
             self.continue_from(path, round_number, other)
 
     def compare(self, data: FederatedDataModule, split: Literal["val", "test"], path: str) -> None:
-        """Print a line if the data of an evaluation are not those of the checkpoint.
+        """Print a line if an evaluation has other data than the checkpoint.
 
         The training data count only if their mean and standard deviation scale the samples.
 

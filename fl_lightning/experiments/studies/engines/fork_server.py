@@ -14,7 +14,7 @@ from fl_lightning.experiments.run_directory.source import provenance
 
 os.setpgid(0, 0)  # signals to the study's group, such as Ctrl-C, do not reach the server
 import_module("matplotlib.backends.backend_agg")
-provenance({})  # keep the versions of the code, which are those of the imported files
+provenance({})  # forks keep the versions of the imported files
 gc.freeze()  # garbage collection writes to shared memory, and each write copies a page
 
 
