@@ -56,23 +56,27 @@ def in_one_line(parser: Any, message: str, given: Sequence[Given]) -> str:
         return f"{_unknown(name, settings, given)}{_place(_named_so(given, name))}"
     if message.startswith("the following arguments are required: ") and settings.owner:
         return f"{settings.owner}: {message}"
-    if not (refused := _VALUE.match(message)):
+    if not _VALUE.match(message):
         return ""
-    key = settings.plain(refused[1])
+    key = settings.plain(_VALUE.findall(message)[-1])  # a section that is one text has a message in a message
     values = [" ".join(value.split()) for value in _REFUSED.findall(message)]
-    same = _named_so(given, key)
+    same = _named_so(given, key) or [entry for entry in given if f".{key}." in f".{entry.setting}."]
     same = [entry for entry in same if {entry.text, str(entry.value)} & {*values}] or same
-    if f"{key}.help" in settings.kinds:
-        kind, shown = settings.kinds[key], settings.in_words(key)
-        if inner := _INNER.search(message):
-            full = _named_so(given, f"{key}.{inner[1]}")[-1].setting.removesuffix(f".{inner[1]}")
-            classes = ", ".join(sorted(_suggested(kind)))
-            return f"{shown}.{inner[1]}: {shown} is null; give its class first, --{full} CLASS ({classes})"
-        return next(filter(None, (_wrong_class(key, kind, shown, entry) for entry in given)), "")
+    kind, shown = settings.kinds.get(key), settings.in_words(key)
+    takes_classes = f"{key}.help" in settings.kinds
+    if takes_classes and (inner := _INNER.search(message)):
+        name = plain_name(inner[1])
+        full = next((x.setting for x in same if x.setting.endswith(f".{name}")), key).removesuffix(f".{name}")
+        classes = ", ".join(sorted(_suggested(kind)))
+        return f"{shown}.{name}: {shown} is null; give its class first, --{full} CLASS ({classes})"
+    if takes_classes and (wrong := [*filter(None, (_wrong_class(key, kind, shown, x) for x in given))]):
+        return wrong[0]
     if not same:
         return ""
-    words = in_words(settings.kinds.get(key))
-    return f"{settings.in_words(key)}: {same[-1].text} is not valid; it takes {words}{_place(same[-1:])}"
+    _, _, rest = f".{same[-1].setting}.".rpartition(f".{key}.")
+    remedy = _remedy(kind) if takes_classes else f"it takes {in_words(kind)}"
+    name = f"{shown}.{rest}".rstrip(".")
+    return f"{name}: {same[-1].text} is not valid; {remedy}{_place(same[-1:])}"
 
 
 class _Settings:
