@@ -272,7 +272,14 @@ def test_the_code_of_a_checkout_has_a_digest_of_what_is_committed_and_of_what_is
     assert clean.startswith(f"{__version__} ")
     assert "+" not in clean
     seen = [clean]
-    for name in ("fl_lightning/file.py", "callbacks/file.py", "datamodules/file.py", "callbacks/new ö.py"):
+    no_utf8 = os.fsdecode(b"callbacks/\xff.py")
+    for name in (
+        "fl_lightning/file.py",
+        "callbacks/file.py",
+        "datamodules/file.py",
+        "callbacks/new ö.py",
+        no_utf8,
+    ):
         place = folder / name
         before = place.read_bytes() if place.exists() else None
         for text in ("x = 2\n", "x = 3\n"):

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import os
 import platform
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def _package() -> str:
         committed = _git("rev-parse", *(f"HEAD:./{folder}" for folder in _FOLDERS))
         changed = _git("diff", "HEAD", "--", *_FOLDERS)
         new = _git("ls-files", "-z", "--others", "--exclude-standard", "--", *_FOLDERS).split(b"\0")[:-1]
-        added = b"".join(name + (_HOME.parent / name.decode()).read_bytes() for name in new)
+        added = b"".join(name + (_HOME.parent / os.fsdecode(name)).read_bytes() for name in new)
     except (OSError, subprocess.SubprocessError):
         return __version__
     more = f"+{_digest(changed + added)}" if changed or added else ""
