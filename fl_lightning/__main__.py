@@ -15,7 +15,7 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.launched import launched_rank
 
-_RUNS = ("fit", "validate", "test", "predict")
+_RUNS = ("fit", "validate", "test")
 _OTHERS = {
     "verify": "fl_lightning.cli.verify",
     "study": "fl_lightning.cli.study",
@@ -25,7 +25,7 @@ _OTHERS = {
     "list": "fl_lightning.cli.listing",
     "dashboard": "fl_lightning.cli.dashboard",
 }
-_COMMANDS = (*_RUNS, "export", *_OTHERS)
+_COMMANDS = (*_RUNS, "predict", "export", *_OTHERS)
 
 _HELP = """\
 usage: python -m fl_lightning {fit,validate,test,predict,export,verify,study,report,runs,partition,list,dashboard} --config FILE [--key value ...]
@@ -36,7 +36,7 @@ commands:
   fit        train, print a table of results and write runs/NAME/...
   validate   evaluate a checkpoint on the validation data
   test       evaluate a checkpoint on the test data; test RUN FILE: a run's model on a new file with targets
-  predict    write a checkpoint's predictions on the test data; predict RUN FILE: of a new table or folder of images
+  predict    write the predictions of a run's model: predict RUN on the run's test data, predict RUN FILE on a new file
   export     write a run's model as a file that needs no fl_lightning: export runs/NAME/HASH-s0
   verify     check the rules and claims of methods: verify --callback FixBN, --callback methods.Mine, --all
   study      run the cells of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
@@ -93,8 +93,8 @@ def _run(arguments: list[str]) -> None:
             sys.exit(2)
     elif arguments == ["--version"]:
         print(f"fl_lightning {__version__}")
-    elif arguments[0] == "export" or (
-        arguments[0] in ("test", "predict") and arguments[1:] and arguments[1][0] != "-"
+    elif arguments[0] in ("predict", "export") or (
+        arguments[0] == "test" and arguments[1:] and arguments[1][0] != "-"
     ):
         import_module("fl_lightning.cli.trained_model").main(arguments)
     elif arguments[0] in _OTHERS:

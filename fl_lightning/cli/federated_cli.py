@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +25,6 @@ from fl_lightning.experiments.run.training import Training, has_progress_bar
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.predictions import write_predictions
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 
@@ -61,8 +59,10 @@ class FederatedCLI(LightningCLI):
         """Return the requested subcommand, or all subcommands if the requested one is unknown.
 
         Lightning makes a parser for each subcommand in the result, and making a parser takes time.
+        The command ``predict`` reads a run directory instead of these settings.
         """
         known = LightningCLI.subcommands()
+        known.pop("predict")
         return {self._asked: known[self._asked]} if self._asked in known else known
 
     def _parse_ckpt_path(self) -> None:
@@ -213,14 +213,10 @@ class FederatedCLI(LightningCLI):
             raise ConfigurationError(
                 f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"
             )
-        checkpoint = load_checkpoint(path, config.get("weights_only"))
         callbacks = as_list(config.trainer.callbacks)
         extend_model(self.model.model, callbacks, self.model.seed)
-        check_run(path, checkpoint, self.model.model)
+        check_run(path, load_checkpoint(path, config.get("weights_only")), self.model.model)
         config.ckpt_path = str(path)
-        source = training.directory.attempt_of(path)
-        folder = source.path if source is not None else Path()
-        self._predictions = folder / f"predictions_round_{checkpoint['global_step']}"
         if config.trainer.enable_progress_bar is None and not has_progress_bar(callbacks):
             kwargs["enable_progress_bar"] = sys.stdout.isatty()  # a log file gets no progress bar
         return make_trainer(settings, **{**kwargs, "callbacks": [*callbacks, config.checkpoint]})
@@ -229,18 +225,3 @@ class FederatedCLI(LightningCLI):
         """Train in the run directory; print and write the result."""
         assert self.training is not None
         self.training.run()
-
-    def predict(self, **kwargs: Any) -> None:
-        """Write predictions on the test data to ``predictions_round_N`` in the run directory."""
-        raw: list[Any] = self.trainer.predict(**{**kwargs, "return_predictions": True}) or []
-        if not self.trainer.is_global_zero:
-            return
-        loader = self.datamodule.predict_dataloader()
-        if isinstance(loader, list):  # the loaders of all clients
-            raw = [*chain.from_iterable(raw)] if len(loader) > 1 else raw
-            loader = chain.from_iterable(loader)
-        own = self.model.client.predicts
-        outputs = raw if own else [*map(self.model.task.scores, raw)]
-        # with trainer.limit_predict_batches, the last batches have no predictions
-        batches = islice(loader, len(raw))
-        print(write_predictions(self._predictions, outputs, batches, self.datamodule, own))

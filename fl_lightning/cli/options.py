@@ -35,8 +35,8 @@ class CommandParser(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ``ConfigurationError`` with the parser's message."""
-        raise ConfigurationError(message)
+        """Raise a ``ConfigurationError`` with the parser's message and the command's help."""
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
 def study_options(args: Sequence[str]) -> tuple[Namespace, list[str]]:

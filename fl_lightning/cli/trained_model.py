@@ -1,14 +1,16 @@
-"""A run's model outside of its run: ``load_model``, ``predict RUN FILE``, ``test RUN FILE``, ``export RUN``."""
+"""A run's model outside of its run: ``load_model``, ``predict RUN [FILE]``, ``test RUN FILE``, ``export RUN``."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import yaml
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning.cli.command_line import build
@@ -19,20 +21,21 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
 from fl_lightning.experiments.run_directory.config_digest import full_name
 from fl_lightning.experiments.run_directory.load_run import load_run
-from fl_lightning.experiments.run_directory.predictions import write_rows
+from fl_lightning.experiments.run_directory.predictions import write_predictions, write_rows
 from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _RecalledData
 from fl_lightning.files import atomic_write, unused, user_file, user_path
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
 from fl_lightning.round.declarations import in_order
 
-_KEPT = ("accelerator", "precision", "callbacks")
+_KEPT = ("accelerator", "precision", "callbacks", "limit_predict_batches")
 _QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 _DESCRIPTION = """\
 Use a run's model on new data. predict writes a line for each sample of FILE, a table, .npz, .pt or folder of images in the
-form of the run's data. test prints the metrics on a FILE with targets. export writes the model as one file that takes raw
-inputs and needs no fl_lightning: for torch.export.load, or for ONNX if --output ends with .onnx."""
+form of the run's data. Without FILE, it predicts the run's test data. test prints the metrics on a FILE with targets.
+export writes the model as one file that takes raw inputs and needs no fl_lightning: for torch.export.load, or for ONNX if
+--output ends with .onnx."""
 
 
 def load_model(
@@ -65,9 +68,18 @@ def load_model(
 
 
 class _Restored:
-    """A run's module with the state of a checkpoint, and a trainer without callbacks."""
+    """A run's module with the state of a checkpoint, and a trainer without methods.
 
-    def __init__(self, run: str | os.PathLike[str], checkpoint: str, client: str | None) -> None:
+    Attributes:
+        data: What the checkpoint knows about the run's data.
+        own_data: The run's data module; None unless it is asked for, or the client's model needs it.
+    """
+
+    own_data: Any = None
+
+    def __init__(
+        self, run: str | os.PathLike[str], checkpoint: str, client: str | None, own_data: bool = False
+    ) -> None:
         runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
         self.run = load_run(runs[0] if len(runs) == 1 else run)
         best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
@@ -79,15 +91,18 @@ class _Restored:
             )
         kind, arguments = full_name(_RecalledData), {"checkpoint": str(self.path)}
         self.data: _RecalledData = self._restore({"class_path": kind, "init_args": arguments})
-        if client is None:
-            return
-        number = self.data.client_number(client)
-        if self.personal is None:
+        number = None if client is None else self.data.client_number(client)
+        if client is not None and self.personal is None:
             raise ConfigurationError(
                 f"client: {client}, but all clients of {self.run.path} use the server's model; leave client out"
             )
-        if not isinstance(self.personal, LocalState):  # its model is trained on the client's data
-            self._restore(self.run.config["data"]).setup("fit")
+        fine_tunes = client is not None and not isinstance(self.personal, LocalState)
+        if own_data or fine_tunes:
+            self.own_data = self._restore(self.run.config["data"])
+        if number is None or self.personal is None:
+            return
+        if fine_tunes:  # the client's model is trained on the client's data
+            self.own_data.setup("fit")
         # configure_optimizers, which decides the layout, may use the trainer
         self.module.client.attach(max(int(self.run.config["trainer"]["max_epochs"]), 1))
         of_server = self.module.model.state_dict()
@@ -112,9 +127,12 @@ class _Restored:
             methods = in_order(as_list(given["callbacks"]))
             device = "cpu" if on_cpu(given["accelerator"]) else "auto"
             used = {**_QUIET, "accelerator": device, "precision": given["precision"]}
-            self.module, self.trainer = cli.model, make_trainer(used)
+            self.limit = given["limit_predict_batches"]
+            writers = [x for x in as_list(given["callbacks"]) if isinstance(x, BasePredictionWriter)]
+            self.module, self.trainer = cli.model, make_trainer(used, callbacks=writers)
             self.personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
-            restoring = make_trainer(used, callbacks=methods, limit_predict_batches=0)
+            restored = [*methods, cli.config_init.fit.checkpoint]
+            restoring = make_trainer(used, callbacks=restored, limit_predict_batches=0)
             restoring.predict(self.module, datamodule=cli.datamodule, ckpt_path=str(self.path))
         return cli.datamodule
 
@@ -123,7 +141,7 @@ class _Restored:
 
 
 def main(args: Sequence[str]) -> None:
-    """Predict or test the samples of a new file, or export a model.
+    """Predict or test samples, or export a model.
 
     Args:
         args: ``predict``, ``test`` or ``export``, and the arguments after it.
@@ -136,14 +154,18 @@ def main(args: Sequence[str]) -> None:
         parser = CommandParser(act, _DESCRIPTION)
         parser.add_argument("run", metavar="RUN", help="run directory, or folder runs/NAME of a single run")
         if act != "export":
-            parser.add_argument("file", metavar="FILE")
+            words = "samples in the form of the run's data"
+            may_lack = act == "predict"
+            words += " (default: the run's test data)" if may_lack else ""
+            parser.add_argument("file", metavar="FILE", nargs="?" if may_lack else None, help=words)
         words = "best, last, or the path of a checkpoint (default: best, or last if no metric is monitored)"
         parser.add_argument("--checkpoint", default="best", help=words)
         parser.add_argument("--client", metavar="NAME", help="use the client's model, as in FedBN")
         if act != "test":
             parser.add_argument("--output", metavar="FILE", help="default: a file in the run directory")
         options = parser.parse_args(given)
-        restored = _Restored(options.run, options.checkpoint, options.client)
+        own_data = act == "predict" and options.file is None
+        restored = _Restored(options.run, options.checkpoint, options.client, own_data)
         whose = "server" if options.client is None else options.client
         print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
         if restored.personal is not None and options.client is None:
@@ -153,25 +175,52 @@ def main(args: Sequence[str]) -> None:
         words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
         if act == "export":
             _export(restored, options.output or restored.run.path / f"model_{words}.pt2")
-            return
-        file = user_path("file", options.file)
-        config = restored.run.config["data"]
-        if act == "test":
-            _refuse_trained(file, config.get("init_args", {}))
-        new_samples = imported(config["class_path"], "data").new_samples
-        samples = restored.data.samples = new_samples(file, restored.data, act == "test")
-        for note in samples.notes:
-            print(note)
-        if act == "test":
-            print(f"{len(samples.places):,} samples of {file}", flush=True)
-            restored.trainer.test(restored.module, datamodule=restored.data)
-            return
-        outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
-        names = None if restored.module.client.predicts else restored.data.class_names
-        if not restored.module.client.predicts:
-            outputs = [restored.module.task.scores(output) for output in outputs]
-        place = options.output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
-        print(write_rows(user_file("output", place), samples, outputs, names))
+        elif own_data:
+            _predict_test_data(restored, options.output or restored.run.path / f"predictions_{words}")
+        else:
+            place = options.output if act == "predict" else None
+            _use_file(restored, user_path("file", options.file), words, act, place)
+
+
+def _use_file(restored: _Restored, file: Path, words: str, act: str, output: str | None) -> None:
+    """Test the samples of a file, or write their predictions."""
+    config = restored.run.config["data"]
+    if act == "test":
+        _refuse_trained(file, config.get("init_args", {}))
+    new_samples = imported(config["class_path"], "data").new_samples
+    samples = restored.data.samples = new_samples(file, restored.data, act == "test")
+    for note in samples.notes:
+        print(note)
+    if act == "test":
+        print(f"{len(samples.places):,} samples of {file}", flush=True)
+        restored.trainer.test(restored.module, datamodule=restored.data)
+        return
+    outputs = _outputs(restored, restored.data)
+    names = None if restored.module.client.predicts else restored.data.class_names
+    place = output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
+    print(write_rows(user_file("output", place), samples, outputs, names))
+
+
+def _predict_test_data(restored: _Restored, output: str | Path) -> None:
+    """Write predictions of the run's test data, or of its ``predict_dataloader``."""
+    data, path = restored.own_data, user_file("output", output)
+    restored.trainer.limit_predict_batches = 1.0 if restored.limit is None else restored.limit
+    outputs = _outputs(restored, data)
+    batches: Iterable[Any] = data.predict_dataloader()
+    if isinstance(batches, list):  # the loaders of all clients
+        batches = chain.from_iterable(batches)
+    # with limit_predict_batches, the last batches have no predictions
+    batches = islice(batches, len(outputs))
+    path = path.with_suffix("") if path.suffix == ".csv" else path
+    print(write_predictions(path, outputs, batches, data, restored.module.client.predicts))
+
+
+def _outputs(restored: _Restored, data: Any) -> list[Any]:
+    raw: list[Any] = restored.trainer.predict(restored.module, datamodule=data) or []
+    loaders = restored.trainer.predict_dataloaders
+    if isinstance(loaders, list) and len(loaders) > 1:
+        raw = [*chain.from_iterable(raw)]
+    return raw if restored.module.client.predicts else [*map(restored.module.task.scores, raw)]
 
 
 def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:

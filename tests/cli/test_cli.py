@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning.__main__ import main as program
 from fl_lightning.cli.command_line import main
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Attempt
@@ -218,8 +219,10 @@ def test_evaluating_the_last_checkpoint_gives_the_metrics_that_fit_ended_with(in
 
 
 def test_predictions_give_the_accuracy_of_the_test(in_finished, capsys):
-    cli = run("--ckpt_path", "last", command="predict")
-    header, *lines = (in_finished / "predictions_round_4.csv").read_text().splitlines()
+    cli = run("--ckpt_path", "last", command="test")
+    program(["predict", str(in_finished), "--checkpoint", "last"])
+    (file,) = in_finished.glob("predictions_*_last_round_4.csv")
+    header, *lines = file.read_text().splitlines()
     assert header == ",".join(["index,target,prediction", *(f"probability_{digit}" for digit in range(10))])
     table = [line.split(",") for line in lines]
     assert [int(index) for index, *_ in table] == list(range(359))
@@ -237,8 +240,9 @@ def test_predictions_of_another_round_replace_nothing(capsys):
     path = run("--checkpoint.keep_rounds", "[1]").attempt.path
     first = path / "checkpoints" / "round_1.ckpt"
     written = {}
-    for checkpoint, name in (("last", "predictions_round_4.csv"), (first, "predictions_round_1.csv")):
-        run("--ckpt_path", checkpoint, command="predict")
+    for checkpoint, name in (("last", "last_round_4"), (first, "round_1_round_1")):
+        program(["predict", str(path), "--checkpoint", str(checkpoint)])
+        name = f"predictions_{path.name}_{name}.csv"
         assert f"359 predictions written to {path / name}\n" in capsys.readouterr().out
         written[name] = (path / name).read_text()
     assert {file.name: file.read_text() for file in path.glob("predictions*")} == written

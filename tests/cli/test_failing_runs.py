@@ -94,7 +94,7 @@ def test_a_loss_may_be_a_function():
     assert run("--model.loss", "torch.nn.functional.cross_entropy").model.loss.__name__ == "cross_entropy"
 
 
-@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["validate", "test"])
 def test_evaluation_without_a_checkpoint_asks_for_one(capsys, command):
     assert "--ckpt_path last" in message_of(capsys, lambda: run(command=command))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fl_lightning import ConfigurationError, FederatedModule
+from fl_lightning.__main__ import main as program
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from tests.support.command_line import attempts, message_of, rows, run, write_config
 from tests.support.helpers import SGD, blobs, fit, small_cnn
@@ -302,12 +303,13 @@ def test_fast_dev_run_is_one_round_without_files():
 
 @shows("limit_val_batches", "limit_test_batches", "limit_predict_batches", "num_sanity_val_steps")
 def test_limits_hold_for_evaluations():
-    none = {"trainer.limit_test_batches": 0, "trainer.num_sanity_val_steps": 0}
+    none = {f"trainer.{x}": 0 for x in ("limit_test_batches", "num_sanity_val_steps")}
+    none["trainer.limit_predict_batches"] = 2
     attempt = trained(**none, **{"data.init_args.eval_batch_size": 100})
     assert [row["round"] for row in rows(attempt)] == [1, 2, 3, 4]
     assert "test/accuracy" not in attempt.result.read_text()
-    run("--ckpt_path", "last", "--trainer.limit_predict_batches", "2", command="predict")
-    (file,) = attempt.path.glob("predictions_round_4*.csv")
+    program(["predict", str(attempt.path)])
+    (file,) = attempt.path.glob("predictions_*_round_4.csv")
     assert len(file.read_text().splitlines()) == 1 + 200
     batches = []
     counted = L.pytorch.callbacks.LambdaCallback(on_validation_batch_end=lambda *_: batches.append(1))

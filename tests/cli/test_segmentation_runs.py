@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import fl_lightning
+from fl_lightning.__main__ import main as program
 from fl_lightning.datamodules import Cityscapes
 from tests.support.command_line import main, rows
 from tests.support.street_scenes import write_scenes
@@ -46,8 +47,9 @@ def test_a_run_leaves_its_metrics_pictures_and_predictions():
     for picture in ("overlays.png", "class_iou.png", "learning_curve.png"):
         with Image.open(attempt.path / picture) as image:
             assert min(image.size) > 200
-    main(["predict", "--config", str(attempt.config), "--ckpt_path", "last"])
-    predictions = sorted((attempt.path / "predictions_round_4").iterdir())
+    program(["predict", str(attempt.path), "--checkpoint", "last"])
+    (folder,) = attempt.path.glob("predictions_*_last_round_4")
+    predictions = sorted(folder.iterdir())
     assert [path.name for path in predictions] == ["00000.png", "00001.png", "00002.png"]
     with Image.open(predictions[0]) as image:
         colours = {tuple(colour) for colour in np.asarray(image).reshape(-1, 3).tolist()}

@@ -178,7 +178,6 @@ def test_the_list_of_settings_is_that_of_the_parsers(monkeypatch):
     names = {
         "dataloaders",
         "datamodule",
-        "return_predictions",
         "verbose",
     }  # Lightning's own arguments of commands
 
@@ -210,7 +209,7 @@ def test_another_version_of_lightning_may_have_other_settings_of_the_trainer(mon
     check_files(["fit", "--config", "names.yaml"])
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
 def test_help_of_every_command_names_the_settings_of_all_parts(command, capsys):
     from tests.support.command_line import main
 

@@ -9,7 +9,7 @@ from fl_lightning import FederatedDataModule, FederatedModule
 from fl_lightning.datamodules import ImageFolder, InMemoryDataModule, TensorData
 from fl_lightning.datamodules.images import ImageData
 from tests.support.colour_folders import save
-from tests.support.command_line import main, run
+from tests.support.command_line import run
 from tests.support.helpers import SGD, ArrayClient, SaveRounds, blobs, fit, small_cnn
 
 OTHER = "data: other evaluation data than those of {}; samples that another seed or fraction draws may have trained the model"
@@ -69,11 +69,10 @@ def said(capsys):
 def test_the_command_line_prints_a_line_of_other_data(other, said):
     path = run("--trainer.max_epochs", 1).attempt.checkpoints / "last.ckpt"
     said(path)
-    for command in ("validate", "test", "predict"):
+    for command in ("validate", "test"):
         evaluated = run("--ckpt_path", path, *other, command=command)
         assert said(path) == ["other"]
-        if command != "predict":
-            assert evaluated.trainer.callback_metrics
+        assert evaluated.trainer.callback_metrics
         run("--ckpt_path", path, command=command)
         assert said(path) == []
 
@@ -232,27 +231,3 @@ def test_separate_test_samples_are_scaled_by_the_training_samples(standardize, f
         assert said(path) == []
         assert evaluate_table(command, table(1.0, standardize=standardize, **given), path)
         assert said(path) == ["other", "scaled"] * standardize
-
-
-def test_predictions_on_other_data_have_a_file_of_their_own(capsys):
-    features, targets = torch.randn(60, 4), torch.arange(60) % 3
-    for name, rows in (("old", 8), ("new", 5)):
-        tests = {"test_features": features[:rows], "test_targets": targets[:rows]}
-        torch.save({"features": features, "targets": targets, **tests}, f"{name}.pt")
-
-    given = ["--data=TensorData", "--data.num_clients=2", "--data.partition=IID", "--data.val_fraction=0"]
-
-    def table_command(command, name, *more):
-        words = [f"--data.features={name}.pt", "--data.batch_size=4", *more]
-        return main([command, "--config", "configs/breast_cancer_fixbn.yaml", *given, *words])
-
-    attempt = table_command("fit", "old", "--trainer.max_epochs=1").attempt
-    last = f"--ckpt_path={attempt.checkpoints / 'last.ckpt'}"
-    table_command("predict", "old", last)
-    own = (attempt.path / "predictions_round_1.csv").read_text()
-    capsys.readouterr()
-    table_command("predict", "new", last)
-    (other,) = attempt.path.glob("predictions_round_1.2.csv")
-    assert f"5 predictions written to {other.resolve()}\n" in capsys.readouterr().out
-    assert len(other.read_text().splitlines()) == 6
-    assert (attempt.path / "predictions_round_1.csv").read_text() == own

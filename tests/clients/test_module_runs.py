@@ -217,16 +217,16 @@ def test_the_command_line_trains_tests_and_tabulates_the_users_module(own_module
     (folder,) = Path("runs").glob("*/*s0")
     main(["test", *last(folder)])
     assert "test_loss" in capsys.readouterr().out
-    main(["predict", *last(folder)])
+    main(["predict", str(folder)])
     assert "7 predictions written to" in capsys.readouterr().out
     main(["runs"])
     assert "val_acc" in capsys.readouterr().out
 
 
 def test_clients_own_data_are_evaluated_and_predicted_where_there_is_no_server(own_module, capsys):
-    main(["fit", "--config", "tiny.yaml", "--data.server", "false"])
+    main(["fit", "--config", "tiny.yaml", "--data.server", "false", "--checkpoint.monitor", "val_loss"])
     (folder,) = Path("runs").glob("*/*s0")
-    main(["predict", *last(folder)])
+    main(["predict", str(folder)])
     assert "14 predictions written to" in capsys.readouterr().out
 
 
@@ -302,9 +302,10 @@ def test_a_predict_step_decides_the_values_and_the_server_the_samples(own_module
     Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
     given = ["--config", "tiny.yaml", "--config", "server.yaml"]
     main(["fit", *given])
-    main(["predict", *given, "--ckpt_path", "last"])
+    (folder,) = Path("runs").glob("*/*s0")
+    main(["predict", str(folder), "--checkpoint", "last"])
     assert f"{7 if site == 'Site' else 4} predictions" in capsys.readouterr().out
-    (file,) = Path("runs").glob("*/*/predictions_round_2.csv")
+    (file,) = folder.glob("predictions_*_last_round_2.csv")
     table = pd.read_csv(file)
     values = [f"value_{number}" for number in range(3)]
     assert [*table.columns] == ["index", *["target"] * (site == "Site"), *values]
@@ -313,8 +314,9 @@ def test_a_predict_step_decides_the_values_and_the_server_the_samples(own_module
     samples.setup("test")
     expected = module(samples.held_out.tensors[0]).softmax(1)[: len(table)]
     torch.testing.assert_close(torch.tensor(table[values].to_numpy()).float(), expected)
+    main(["fit", *given, "--model.model", "mine.Pair", "--name", "pair"])
     with pytest.raises(SystemExit):
-        main(["predict", *given, *last(file.parent)[2:], "--model.model", "mine.Pair"])
+        main(["predict", "runs/pair"])
     assert "outputs are dict and batches" in capsys.readouterr().err
 
 

@@ -70,7 +70,7 @@ LEFT = {
     "docs/lightning-module.md": "studies/study-quick/table.tex",
     "docs/metrics.md": "quickstart_f1/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
-    "docs/run-directory.md": "quickstart/*/predictions_round_*.csv",
+    "docs/run-directory.md": "quickstart/*/predictions_*_round_*.csv",
     "docs/studies.md": "studies/fixbn_table4-quick/table.tex",
     "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",
     "docs/speed.md": "quickstart/*/fit-profile.txt",

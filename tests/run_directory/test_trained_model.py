@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from fl_lightning import ConfigurationError, load_model
 from fl_lightning.__main__ import main as command
 from fl_lightning.methods import fine_tuned
-from tests.support.command_line import main, message_of
+from tests.support.command_line import message_of
 from tests.support.helpers import write_cifar10_folders
 from tests.support.trained_models import (
     accuracy_on,
@@ -212,16 +213,62 @@ def test_no_file_is_overwritten(patients, capsys):
     stem = f"{run}/predictions_new_{Path(run).name}_last_round_3"
     assert table_of(f"{stem}.csv") == first
     assert len(table_of(f"{stem}.2.csv")) == 7
-    main(["predict", "--config", "run.yaml", "--ckpt_path", "last"])
-    own = Path(run, "predictions_round_3.csv")
+    own = Path(run, f"predictions_{Path(run).name}_last_round_3.csv")
+    predicted(capsys, run)
     content = own.read_bytes()
     own.write_bytes(b"mine")
-    main(["predict", "--config", "run.yaml", "--ckpt_path", "last"])
+    predicted(capsys, run)
     assert own.read_bytes() == b"mine"
-    assert Path(run, "predictions_round_3.2.csv").read_bytes() == content
+    assert own.with_suffix(".2.csv").read_bytes() == content
     Path("here.csv").write_text("mine")
     assert len(predicted(capsys, run, "new.csv", "--output", "here.csv")) == 7
     assert Path("here.csv").read_text() == "mine"
+    assert predicted(capsys, run, "--output", "here.csv") == table_of(own.with_suffix(".2.csv"))
+    assert sorted(path.name for path in Path().glob("here*")) == ["here.2.csv", "here.3.csv", "here.csv"]
+
+
+@pytest.mark.parametrize("method", ["FedBN", "FedBABU"])
+def test_a_clients_model_predicts_the_runs_test_data(patients, capsys, method):
+    cli, run = fit(callbacks=[method])
+    (_, targets), *rest = cli.datamodule.test_dataloader()
+    assert not rest
+    servers = predicted(capsys, run)
+    columns = ["index", "target", "prediction", "probability_ill", "probability_well"]
+    for client in ("Bonn", "Oslo"):
+        header, *rows = predicted(capsys, run, "--client", client)
+        assert header == columns
+        assert [row[1] for row in rows] == [cli.datamodule.class_names[target] for target in targets]
+        assert rows != servers[1:]
+        with torch.no_grad():
+            scores = outputs_on_test_data(cli, load_model(run, client=client).model.state_dict())
+        shares = torch.tensor([[float(x) for x in row[3:]] for row in rows])
+        torch.testing.assert_close(shares, scores.softmax(1), rtol=0, atol=1e-6)
+
+
+def test_a_prediction_on_changed_test_data_prints_a_line(patients, capsys):
+    _, run = fit()
+    predicted(capsys, run)
+    assert "data: other" not in capsys.readouterr().out
+    write_table("patients.csv", 60, seed=9)
+    capsys.readouterr()
+    command(["predict", run])
+    assert "data: other evaluation data than those of" in capsys.readouterr().out
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("epoch")
+
+    def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+        Path("written.txt").write_text(str(sum(map(len, predictions))))
+
+
+# Lightning cannot know the indices of batches that the data have drawn
+@pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+def test_a_runs_prediction_writer_gets_the_predictions(methods, patients, capsys):
+    _, run = fit(callbacks=[f"{__name__}.Writer"])
+    rows = predicted(capsys, run)
+    assert Path("written.txt").read_text() == str(len(rows) - 1)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +279,10 @@ def test_no_file_is_overwritten(patients, capsys):
             "client: Bonn, but all clients of .* use the server's model; leave client out",
         ),
         (["--checkpoint", "other.ckpt"], "checkpoint other.ckpt does not exist"),
-        (["--model.local_steps", "2"], "unrecognized arguments: --model.local_steps 2"),
+        (
+            ["--model.local_steps", "2"],
+            "unrecognized arguments: --model.local_steps 2; see .* predict --help",
+        ),
     ],
 )
 def test_a_model_that_is_not_there_is_told_in_a_line(patients, capsys, words, told):
