@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.batch_norm import batch_norm_layers, buffer_kinds, has_statistics
-from fl_lightning.callbacks.observers.bn_report import BatchNormReport
 from fl_lightning.callbacks.observers.gradient_deviation import FirstStep, first_step
 from fl_lightning.callbacks.observers.measurements import (
     local_deviation,
@@ -22,18 +21,27 @@ from fl_lightning.callbacks.observers.measurements import (
 from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.methods import (
     BATCH_STATISTICS,
+    Drawing,
+    Observer,
+    Report,
+    Rows,
+    Table,
     VariantEvaluation,
     evenly_spaced,
     joined_statistics,
     measured_statistics,
 )
+from fl_lightning.pictures import LAYERS, drift_figure, has_drift, layers_figure
+
+MAX_ROUNDS = 100
+"""Maximum number of stored rounds per quantity, spread evenly over the run."""
 
 WINDOW_CLIENTS = 10
 """Largest number of clients in ``bn/window_variance``."""
 _MEASURES = ("statistics", "gradients", "gap", "bias")
 
 
-class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
+class BatchNormDiagnostics(Report, Observer, VariantEvaluation):
     """Observer of Batch Normalization in a run with any method; training does not change.
 
     Round 1 and every ``every_n_rounds``-th round are measured. In a measured round, the observer
@@ -112,12 +120,17 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         measure: List of measures: ``statistics``, ``gradients``, ``gap``, ``bias``. None (default)
             selects all except ``bias``, which is costly.
 
+    Attributes:
+        history: Measured numbers, as rows of round, layer, quantity and value.
+        newest: Newest metrics of each measure: ``newest[measure] = (round, metrics)``.
+        channels: Number of channels of each BN layer with running statistics, by layer name.
+
     Raises:
         ConfigurationError: A setting is out of range or unknown.
     """
 
     examples = ({}, {"every_n_rounds": 1, "window": 2})
-    saved = (*BatchNormReport.saved, "windows")
+    saved = ("newest", "history", "windows")
 
     def __init__(
         self,
@@ -137,7 +150,9 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
 
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
-        super().start_anew()
+        self.history: list[tuple[int, str, str, float]] = []
+        self.newest: dict[str, tuple[int, dict[str, float]]] = {}
+        self.channels: dict[str, int] = {}
         self.windows: dict[int, Tensor] = {}
         self._before: Tensor | None = None
         self._true: dict[str, Tensor] = {}
@@ -169,12 +184,12 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         if self._before is not None:
             model = pl_module.model
             after = joined_statistics(dict(model.named_buffers()), buffer_kinds(model))
-            self.log_floats(pl_module, "global_change", (after - self._before).abs().double())
+            self._log_floats(pl_module, "global_change", (after - self._before).abs().double())
             self._before = None
 
     def _measure_statistics(self, pl_module: FederatedModule, cohort: Cohort, clients: Tensor) -> None:
         assert self._before is not None
-        self.log_floats(pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights))
+        self._log_floats(pl_module, "local_deviation", local_deviation(clients, self._before, cohort.weights))
         watched = evenly_spaced(WINDOW_CLIENTS, pl_module.data.num_clients)
         for row, client in enumerate(cohort.client_ids):
             if client in watched:
@@ -183,8 +198,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
                 self.windows[client] = window[-self.window :].clone()
         variance = mean_variance(self.windows.values())
         if variance is not None:
-            self.log_measure(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
-            self.keep_floats(pl_module, "window_variance", variance.view(2, -1))
+            self._log_measure(pl_module, "statistics", {"bn/window_variance": float(variance.mean())})
+            self._keep_floats(pl_module, "window_variance", variance.view(2, -1))
 
     def _measure_gradients(self, pl_module: FederatedModule, cohort: Cohort, first: FirstStep) -> None:
         mean, union, kinds = first.mean_gradient, first.union_gradient, cohort.parameter_kinds
@@ -201,8 +216,8 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
             for groups in (parts, layers)
         )
         metrics = {f"bn/gradient_deviation{part}": value for part, value in of_parts.items()}
-        self.log_measure(pl_module, "gradients", metrics)
-        self.keep(pl_module, "gradient_deviation", of_layers)
+        self._log_measure(pl_module, "gradients", metrics)
+        self._keep(pl_module, "gradient_deviation", of_layers)
 
     def variants(self, trainer: L.Trainer, pl_module: FederatedModule) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the measured variants: ``batch_statistics``, ``recalibrated`` or both.
@@ -232,12 +247,105 @@ class BatchNormDiagnostics(BatchNormReport, VariantEvaluation):
         for name, (measure, metric) in metrics.items():
             if name in variants and quality is not None:
                 gap = quality - variants[name].metrics[pl_module.task.quality]
-                self.log_measure(pl_module, measure, {f"bn/{metric}": gap})
+                self._log_measure(pl_module, measure, {f"bn/{metric}": gap})
         if self._true:
             held = dict(pl_module.model.named_buffers())
             every = batch_norm_layers(pl_module.model)
             layers = [layer for layer in every if f"{layer}.running_mean" in self._true]
             biases = statistics_bias(held, self._true, layers)
             for quantity, values in zip(("mean_bias", "var_bias"), biases, strict=True):
-                self.log_measure(pl_module, "bias", {f"bn/{quantity}": sum(values) / len(values)})
-                self.keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
+                self._log_measure(pl_module, "bias", {f"bn/{quantity}": sum(values) / len(values)})
+                self._keep(pl_module, quantity, dict(zip(layers, values, strict=True)))
+
+    def _log_floats(self, pl_module: FederatedModule, name: str, values: Tensor) -> None:
+        """Log the sum and the mean of ``values``, and store the means of each layer.
+
+        Args:
+            pl_module: The federated module.
+            name: Name of the metric without the prefix ``bn/``.
+            values: Numbers ``[2, channels]``: row 0 for the running means and row 1 for the running
+                variances of all layers.
+        """
+        total = float(values.sum())
+        metrics = {f"bn/{name}": total, f"bn/{name}_per_float": total / values.numel()}
+        self._log_measure(pl_module, "statistics", metrics)
+        self._keep_floats(pl_module, name, values)
+
+    def _keep_floats(self, pl_module: FederatedModule, name: str, values: Tensor) -> None:
+        """Average ``values`` over each layer, and store the averages.
+
+        The quantities are named ``<name>_mean`` and ``<name>_var``.
+
+        Args:
+            pl_module: The federated module.
+            name: Name of the measured quantity.
+            values: Numbers ``[2, channels]``: row 0 for the running means and row 1 for the running
+                variances of all layers.
+        """
+        for kind, row in zip(("mean", "var"), values, strict=True):
+            pieces = row.split(list(self.channels.values()))
+            means = {layer: float(piece.mean()) for layer, piece in zip(self.channels, pieces, strict=True)}
+            self._keep(pl_module, f"{name}_{kind}", means)
+
+    def _keep(self, pl_module: FederatedModule, quantity: str, values: Mapping[str, float]) -> None:
+        """Store one number per layer, unless a nearby round is already stored."""
+        last = next((number for number, _, kept, _ in reversed(self.history) if kept == quantity), None)
+        every = max(pl_module.planned_rounds, MAX_ROUNDS) / MAX_ROUNDS
+        if last is None or (last - 1) // every < (pl_module.round - 1) // every:
+            self.history += [(pl_module.round, layer, quantity, value) for layer, value in values.items()]
+
+    def _log_measure(self, pl_module: FederatedModule, measure: str, metrics: Mapping[str, float]) -> None:
+        """Log metrics of the model, and store them in ``newest[measure]``."""
+        for name, value in metrics.items():
+            pl_module.log(name, value)
+        if metrics:
+            # ``now``: the current round in training, else the last finished round (or 0)
+            trainer, now = pl_module.trainer, int(pl_module.metrics.get("round", 0))
+            if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+                now = pl_module.round
+            before, values = self.newest.get(measure, (now, {}))
+            self.newest[measure] = now, {**(values if before == now else {}), **metrics}
+
+    def _by_quantity(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Return the numbers of ``history`` by quantity, round and layer."""
+        measured: dict[str, dict[int, dict[str, float]]] = {}
+        for number, layer, quantity, value in self.history:
+            measured.setdefault(quantity, {}).setdefault(number, {})[layer] = value
+        return measured
+
+    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+        """Return the figures ``bn_drift`` (entire model) and ``bn_layers`` (each layer)."""
+        figures: dict[str, Drawing] = {}
+        for number, metrics in self.newest.values():
+            # a round's row may lack the metrics of an evaluation after the last round
+            rows = [{**metrics, **row} if row["round"] == number else row for row in rows]
+        if has_drift(rows):
+            figures["bn_drift"] = lambda title: drift_figure(rows, title)
+        measured = self._by_quantity()
+        if measured.keys() & LAYERS.keys():
+            figures["bn_layers"] = lambda title: layers_figure(measured, title)
+        return figures
+
+    def tables(self) -> Mapping[str, Table]:
+        """Return the table ``bn_layers`` with all stored numbers of all layers."""
+        columns = ("round", "layer", "quantity", "value")
+        return {"bn_layers": Table(columns, self.history)} if self.history else {}
+
+    def result(self) -> Mapping[str, float]:
+        """Return each measure's newest metrics, with the round as ``bn_<measure>_round``."""
+        values: dict[str, float] = {}
+        for measure, (round_number, metrics) in self.newest.items():
+            values |= {name.replace("/", "_"): value for name, value in metrics.items()}
+            values[f"bn_{measure}_round"] = round_number
+        return values
+
+    def result_lines(self) -> Mapping[str, str]:
+        """Return the newest gradient deviation and train-eval gap as text, with their rounds."""
+        return {
+            label: f"{self.newest[measure][1][name]:.3g} in round {self.newest[measure][0]:,}"
+            for label, measure, name in (
+                ("gradient deviation", "gradients", "bn/gradient_deviation"),
+                ("train/eval gap", "gap", "bn/train_eval_gap"),
+            )
+            if measure in self.newest
+        }

@@ -40,7 +40,6 @@ PARTS = {
     "Companion",  # of the verification
     "FoundFreezing",  # a base of methods
     "Observer",  # a base of observers
-    "BatchNormReport",  # likewise
 }
 """What belongs to a class that can be named, or to the program."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedCallback, SequentialExecutor, VectorizedExecutor
 from fl_lightning.callbacks import FBN, BatchNormDiagnostics, FedTAN, FixBN, StaticBN
 from fl_lightning.callbacks.observers import batch_norm_diagnostics
-from fl_lightning.callbacks.observers.bn_report import MAX_ROUNDS, BatchNormReport
+from fl_lightning.callbacks.observers.batch_norm_diagnostics import MAX_ROUNDS
 from fl_lightning.callbacks.observers.measurements import mean_variance, statistics_bias
 from fl_lightning.methods.statistics_pass import measured_statistics
 from fl_lightning.methods.variant_evaluation import mixed_batches
@@ -301,7 +301,7 @@ def test_a_layer_that_is_not_called_does_not_deviate(executor):
             if f"bn/{name}" in row:
                 assert row[f"bn/{name}"] == pytest.approx(wanted[number][f"bn/{name}"])
     for quantity in ("local_deviation_mean", "global_change_var", "window_variance_mean"):
-        assert all(layers["spare"] == 0 for layers in watched.by_quantity()[quantity].values())
+        assert all(layers["spare"] == 0 for layers in watched._by_quantity()[quantity].values())
 
 
 def test_a_second_fit_starts_anew_and_one_that_goes_on_does_not():
@@ -310,14 +310,14 @@ def test_a_second_fit_starts_anew_and_one_that_goes_on_does_not():
     module = run(watched, model=small_cnn(seed=1)).module
     alone = diagnostics()
     run(alone, model=small_cnn(seed=1))
-    assert sorted(watched.by_quantity()["gradient_deviation"]) == [1, 2, 3, 4]
+    assert sorted(watched._by_quantity()["gradient_deviation"]) == [1, 2, 3, 4]
     assert watched.history == alone.history
     assert watched.result() == alone.result()
     assert {client: len(rows) for client, rows in watched.windows.items()} == {0: 4, 1: 4, 2: 4}
     trainer = module.trainer
     trainer.fit_loop.max_epochs = 6
     trainer.fit(module, datamodule=uneven_clients())
-    assert sorted(watched.by_quantity()["gradient_deviation"]) == [1, 2, 3, 4, 5, 6]
+    assert sorted(watched._by_quantity()["gradient_deviation"]) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_result_has_numbers_of_one_round_for_each_measure():
@@ -353,7 +353,7 @@ def test_an_evaluation_after_the_last_round_counts_as_that_rounds():
 def test_rounds_between_are_not_measured():
     watched = BatchNormDiagnostics(every_n_rounds=3, measure=["gradients"])
     run(watched, rounds=7)
-    assert sorted(watched.by_quantity()["gradient_deviation"]) == [1, 3, 6]
+    assert sorted(watched._by_quantity()["gradient_deviation"]) == [1, 3, 6]
 
 
 @pytest.mark.parametrize(
@@ -367,16 +367,15 @@ def test_without_running_statistics_only_gradients_are_measured(model):
 
 
 def test_many_rounds_are_thinned_evenly():
-    report = BatchNormReport()
-    report.start_anew()
+    report = diagnostics()
     for number in (1, *range(2, 1001, 2)):
-        report.keep(SimpleNamespace(round=number, planned_rounds=1000), "x", {"a": float(number)})
-    kept = sorted(report.by_quantity()["x"])
+        report._keep(SimpleNamespace(round=number, planned_rounds=1000), "x", {"a": float(number)})
+    kept = sorted(report._by_quantity()["x"])
     assert len(kept) == MAX_ROUNDS
     assert max(b - a for a, b in pairwise(kept)) <= 12
     for number in range(1, 41):
-        report.keep(SimpleNamespace(round=number, planned_rounds=40), "few", {"a": 0.0})
-    assert len(report.by_quantity()["few"]) == 40
+        report._keep(SimpleNamespace(round=number, planned_rounds=40), "few", {"a": 0.0})
+    assert len(report._by_quantity()["few"]) == 40
 
 
 @pytest.mark.parametrize(
