@@ -85,7 +85,7 @@ class BNSCAFFOLD(SCAFFOLD):
     """
 
     paper = "Quintana et al., arXiv 2410.03281 (our reading)"
-    claims = ("fedavg_on_identical_clients", "one_client_is_plain_training", "server_keeps_the_mean")
+    equalities = ("fedavg_on_identical_clients", "one_client_is_plain_training", "server_keeps_the_mean")
     examples = ({}, {"gradients": False, "floor": 0.5})
 
     def __init__(self, gradients: bool = True, statistics: bool = True, floor: float = 0.1) -> None:

@@ -88,7 +88,7 @@ class FBN(FederatedCallback):
     """
 
     paper = "Guerraoui et al., arXiv 2405.14670 (FBN)"
-    claims = ("own_twin", "union_statistics")
+    equalities = ("own_twin", "union_statistics")
     examples = ({}, {"wire": "batch", "ema": "per_round"})
 
     def __init__(

@@ -40,7 +40,7 @@ class FedBABU(PersonalEvaluation):
     """
 
     paper = "Oh et al., arXiv 2106.06042"
-    claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
+    equalities = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
 
     def __init__(
         self,

@@ -26,5 +26,5 @@ class FedBN(LocalState):
     """
 
     paper = "Li et al., arXiv 2102.07623"
-    claims = ("fedavg_on_identical_clients", "one_client_is_plain_training")
+    equalities = ("fedavg_on_identical_clients", "one_client_is_plain_training")
     kinds = ("affine", "mean", "var", "counter")

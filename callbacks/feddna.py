@@ -51,7 +51,7 @@ class FedDNA(FederatedCallback):
     """
 
     paper = "Duan et al., FedDNA, ECML-PKDD 2021 (lite)"
-    claims: tuple[str, ...] = (
+    equalities: tuple[str, ...] = (
         "weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training",
         "one_client_is_two_of_half_its_weight",
     )  # fmt: skip
@@ -60,7 +60,7 @@ class FedDNA(FederatedCallback):
     def __init__(self, divergence: Literal["kl", "reverse_kl"] = "kl") -> None:
         self.divergence = divergence
         if divergence == "kl":
-            self.claims += ("moments_of_the_mixture",)
+            self.equalities += ("moments_of_the_mixture",)
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare that this method computes the server's running statistics (``pooled``)."""

@@ -44,7 +44,7 @@ class FedDyn(FederatedCallback):
     """
 
     paper = "Acar et al., arXiv 2111.04263"
-    claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
+    equalities = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight", "server_keeps_the_mean")
     takes = ("the correction of client drift",)
     saved = ("memory",)
     examples = ({}, {"alpha": 0.5})

@@ -29,7 +29,11 @@ class FedNova(FederatedCallback):
     """
 
     paper = "Wang et al., arXiv 2007.07481"
-    claims = ("own_twin_without_bn", "one_client_is_plain_training", "one_client_is_two_of_half_its_weight")
+    equalities = (
+        "own_twin_without_bn",
+        "one_client_is_plain_training",
+        "one_client_is_two_of_half_its_weight",
+    )
     takes = ("the client optimizer's state", "the correction of client drift")
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:

@@ -25,7 +25,7 @@ class FedPer(LocalState):
     """
 
     paper = "Arivazhagan et al., arXiv 1912.00818"
-    claims: tuple[str, ...] = (
+    equalities: tuple[str, ...] = (
         "fedavg_on_identical_clients", "one_client_is_plain_training", "one_client_is_two_of_half_its_weight",
     )  # fmt: skip
 

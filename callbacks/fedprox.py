@@ -33,7 +33,7 @@ class FedProx(FederatedCallback):
     """
 
     paper = "Li et al., arXiv 1812.06127"
-    claims = ("own_twin_without_bn", "proximal_term")
+    equalities = ("own_twin_without_bn", "proximal_term")
     takes = ("the correction of client drift",)
     examples = ({}, {"mu": 0.5})
 

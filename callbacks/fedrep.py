@@ -38,7 +38,7 @@ class FedRep(FedPer):
     """
 
     paper = "Collins et al., arXiv 2102.07303"
-    claims = ("one_client_is_two_of_half_its_weight",)
+    equalities = ("one_client_is_two_of_half_its_weight",)
     takes = ("the client optimizer's state",)
 
     def __init__(

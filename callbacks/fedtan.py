@@ -142,7 +142,7 @@ class FedTAN(FederatedCallback):
 
     paper = "Wang et al., arXiv 2301.02982"
     needs_joint_forward = True
-    claims: tuple[str, ...] = ("own_twin", "centralised_bn", "one_client_is_plain_training")
+    equalities: tuple[str, ...] = ("own_twin", "centralised_bn", "one_client_is_plain_training")
     examples = ({}, {"affine_init": "uniform"}, {"backward": "own"})
 
     def __init__(
@@ -159,7 +159,7 @@ class FedTAN(FederatedCallback):
         if backward != "aggregated":
             self.paper += "; FedAvg + Algorithm 2, inferred"
         if (backward, var_correction, affine_init) != ("aggregated", "union", "ones"):
-            self.claims = ()
+            self.equalities = ()
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
         """Declare that running statistics are averaged, so that no other method can change this."""

@@ -33,7 +33,7 @@ class FixBN(Freezing):
     """
 
     paper = "Zhong et al., arXiv 2303.06530"
-    claims = ("own_twin_when_frozen",)
+    equalities = ("own_twin_when_frozen",)
     examples = ({}, {"freeze": "affine"}, {"freeze_round": 1, "freeze": "both"})
 
     def __init__(

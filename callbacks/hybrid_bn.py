@@ -77,7 +77,7 @@ class HybridBN(VariantEvaluation):
     """
 
     paper = "Chen et al., arXiv 2505.21877 (HBN)"
-    claims = ("equal_passes",)
+    equalities = ("equal_passes",)
     examples = ({"samples": 16}, {"samples": 8, "mix": 0.5, "collect": "batch", "rate": 0.5})
     saved = ("memory", "passed")
 

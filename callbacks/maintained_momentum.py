@@ -46,7 +46,7 @@ class MaintainedMomentum(FederatedCallback):
     """
 
     paper = "Zhong et al., arXiv 2303.06530, section 7"
-    claims = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
+    equalities = ("own_twin_without_bn", "one_client_is_two_of_half_its_weight")
     takes = ("the client optimizer's state",)
     saved = ("memory",)
     examples = ({"scope": "local"}, {"scope": "global"})

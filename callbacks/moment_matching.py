@@ -45,7 +45,7 @@ class MomentMatching(FederatedCallback):
     """
 
     paper = "total variance in FedAvg (ablation, no paper)"
-    claims = (
+    equalities = (
         "weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training",
         "one_client_is_two_of_half_its_weight", "moments_of_the_mixture",
     )  # fmt: skip

@@ -28,5 +28,5 @@ class MTFL(LocalState):
     """
 
     paper = "Mills et al., arXiv 2007.09236"
-    claims = ("fedavg_on_identical_clients", "one_client_is_plain_training")
+    equalities = ("fedavg_on_identical_clients", "one_client_is_plain_training")
     kinds = ("affine",)

@@ -54,7 +54,7 @@ class SCAFFOLD(FederatedCallback):
     """
 
     paper = "Karimireddy et al., arXiv 1910.06378"
-    claims: tuple[str, ...] = (
+    equalities: tuple[str, ...] = (
         "own_twin_without_bn", "fedavg_on_identical_clients", "one_client_is_plain_training",
         "one_client_is_two_of_half_its_weight", "server_keeps_the_mean",
     )  # fmt: skip

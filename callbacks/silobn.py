@@ -25,7 +25,7 @@ class SiloBN(LocalState):
     """
 
     paper = "Andreux et al., arXiv 2008.07424"
-    claims = ("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
+    equalities = ("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training")
     examples = ({}, {"evaluate_clients": 2})
     kinds = ("mean", "var", "counter")
 

@@ -49,7 +49,7 @@ class SlidingWindowFixBN(FoundFreezing):
     """
 
     paper = "Zhong et al., arXiv 2303.06530, appendix B.6"
-    claims = ("own_twin_when_frozen",)
+    equalities = ("own_twin_when_frozen",)
     examples = ({"window": 10, "threshold": 0.01}, {"window": 2, "threshold": 1e9})
     saved = (*FoundFreezing.saved, "changes", "statistics")
 

@@ -48,7 +48,7 @@ class StaticBN(FederatedCallback):
     """
 
     paper = "sBN of HeteroFL: Diao et al., arXiv 2010.01264"
-    claims = ("weights_of_fedavg", "statistics_of_its_weights")
+    equalities = ("weights_of_fedavg", "statistics_of_its_weights")
     examples = ({}, {"statistics_pass": "per_client"}, {"statistics_pass": "per_client_total_variance"})
     saved = ("measured_round", "trained_round")
     sends_for_evaluations = True

@@ -12,7 +12,7 @@ from torchvision import datasets
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.fingerprint import files_digest
-from fl_lightning.client_data.raw_inputs import channel_normalization
+from fl_lightning.client_data.preprocessing import channel_normalization
 from fl_lightning.datamodules.class_folders import subfolders, wrong_layout
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.streamed import (

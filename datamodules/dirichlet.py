@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor
 
 from fl_lightning.datamodules.partitions import (
-    Counts,
     Groups,
+    IntegerArray,
     Partition,
     check_num_clients,
     class_sizes,
@@ -131,7 +131,9 @@ class ExtendedDirichlet(Dirichlet):
         return owners
 
 
-def _counts_per_client(available: Counts, num_clients: int, alpha: float, rng: np.random.Generator) -> Counts:
+def _counts_per_client(
+    available: IntegerArray, num_clients: int, alpha: float, rng: np.random.Generator
+) -> IntegerArray:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
     Client sizes differ by at most one. Each client draws class proportions ``q ~ Dir(alpha *
@@ -155,12 +157,12 @@ def _counts_per_client(available: Counts, num_clients: int, alpha: float, rng: n
 
 
 def _counts_per_class(
-    available: Counts,
+    available: IntegerArray,
     num_clients: int,
     alpha: float,
     rng: np.random.Generator,
     owners: npt.NDArray[np.bool_] | None = None,
-) -> Counts:
+) -> IntegerArray:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
     For each class, the shares of its owners (``[C, n]``, default: all clients) are drawn from

@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fl_lightning.client_data.raw_inputs import NewSamples
+from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.datamodules.class_folders import Sample
 from fl_lightning.datamodules.image_cache import cached_tensors
 from fl_lightning.datamodules.images import ImageData

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.client_data.raw_inputs import Normalize
+from fl_lightning.client_data.preprocessing import Normalize
 from fl_lightning.errors import ConfigurationError
 
 Batch = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.client_data.federated import ClientDataModule
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.client_data.raw_inputs import channel_normalization
+from fl_lightning.client_data.preprocessing import channel_normalization
 from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.errors import check_at_least

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl_lightning.client_data.raw_inputs import NewSamples
+from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.datamodules.class_folders import find_images, subfolders
 from fl_lightning.errors import ConfigurationError
 

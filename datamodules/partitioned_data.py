@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord, counted
+from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.held_out import clients_in_order
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.partition_file import Distribution, FromFile
 from fl_lightning.datamodules.partitions import IID, Natural, Partition
-from fl_lightning.errors import ConfigurationError, check_at_least
+from fl_lightning.errors import ConfigurationError, check_at_least, counted
 from fl_lightning.randomness import generator
 
 

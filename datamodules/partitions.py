@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from fl_lightning.errors import ConfigurationError, check_at_least
 from fl_lightning.recorded import Recorded
 
-Counts = npt.NDArray[np.int64]
+IntegerArray = npt.NDArray[np.int64]
 Groups = Tensor | Sequence[str] | Sequence[int] | None
 
 
@@ -144,12 +144,12 @@ class HonestOnly(Partition):
         return honest + [honest[i % len(honest)].clone() for i in range(self.attackers)]
 
 
-def class_sizes(labels: Tensor) -> Counts:
+def class_sizes(labels: Tensor) -> IntegerArray:
     """Return the size of each class that occurs, in ascending order of label, ``[C]``."""
     return np.unique(labels.numpy(), return_counts=True)[1]
 
 
-def equal_sizes(total: int, num_clients: int) -> Counts:
+def equal_sizes(total: int, num_clients: int) -> IntegerArray:
     """Split ``total`` into n sizes that differ by at most one, the larger sizes first, ``[n]``."""
     return total // num_clients + (np.arange(num_clients) < total % num_clients).astype(np.int64)
 
@@ -165,7 +165,7 @@ def index_lists(owner: Tensor, num_clients: int) -> list[Tensor]:
     return list(owner.argsort(stable=True).tensor_split(sizes.cumsum(0)[:-1]))
 
 
-def deal(labels: Tensor, counts: Counts, generator: Generator) -> list[Tensor]:
+def deal(labels: Tensor, counts: IntegerArray, generator: Generator) -> list[Tensor]:
     """Assign ``counts[i, c]`` random samples of class c to client i.
 
     The counts must sum to the number of samples of each class.

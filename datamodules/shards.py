@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor
 
 from fl_lightning.datamodules.partitions import (
-    Counts,
     Groups,
+    IntegerArray,
     Partition,
     check_num_clients,
     class_sizes,
@@ -131,7 +131,7 @@ def _random_classes(num_clients: int, num_classes: int, held: int, generator: Ge
     return holds
 
 
-def _split_among_holders(available: Counts, holds: Incidence) -> Counts:
+def _split_among_holders(available: IntegerArray, holds: Incidence) -> IntegerArray:
     """Return the number of samples of each class at each client, ``[n, C]``.
 
     Each class is split equally among the clients that hold it. If the class does not divide evenly,
@@ -152,7 +152,7 @@ def _split_among_holders(available: Counts, holds: Incidence) -> Counts:
     return counts + extra
 
 
-def _path_to_smaller(sizes: Counts, extra: Incidence, lacks: Incidence) -> list[int]:
+def _path_to_smaller(sizes: IntegerArray, extra: Incidence, lacks: Incidence) -> list[int]:
     # start from the largest source: a client too large for it is too large for all others
     parent: dict[int, int] = {}
     for source in np.argsort(-sizes, kind="stable").tolist():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from fl_lightning.client_data.raw_inputs import Normalize
+from fl_lightning.client_data.preprocessing import Normalize
 from fl_lightning.datamodules.image_files import FULL, read_image
 from fl_lightning.datamodules.images import Batch
 from fl_lightning.errors import ConfigurationError

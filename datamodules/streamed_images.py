@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.transforms import v2
 
 from fl_lightning.client_data.fingerprint import digest, files_digest
-from fl_lightning.client_data.raw_inputs import NewSamples, Normalize, channel_normalization
+from fl_lightning.client_data.new_samples import NewSamples
+from fl_lightning.client_data.preprocessing import Normalize, channel_normalization
 from fl_lightning.datamodules.class_folders import ClassFolders, ClassImages
 from fl_lightning.datamodules.image_files import checked_range, read_image, value_range
 from fl_lightning.datamodules.images import Batch

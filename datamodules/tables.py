@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.errors import ConfigurationError
 
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
@@ -293,6 +294,29 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
                 )
         categories[name] = [*sorted({*map(_category, words)})]
     return categories
+
+
+def raw_features(preprocessing: Preprocessing, table: Any, path: Path) -> Any:
+    """Return the numbers of a table, float64 ``[N, columns]``.
+
+    A missing value is NaN. A category is its position in ``categories``, or -1 if it is unknown.
+
+    Args:
+        preprocessing: Columns, categories, and whether values may be missing.
+        table: ``pandas.DataFrame`` with the feature columns. Other columns are ignored.
+        path: File of the table, for messages.
+
+    Raises:
+        ConfigurationError: A column or a value is missing, or a value is no number.
+    """
+    columns, categories = preprocessing.columns, preprocessing.categories
+    if absent := [name for name in columns if name not in table]:
+        raise ConfigurationError(
+            f"data.columns: {absent[0]} is no column of {path}; it has {', '.join(map(str, table))}"
+        )
+    may_miss = bool(preprocessing.impute)
+    parts = [read_column(path, table[x], categories.get(x), may_miss) for x in columns]
+    return np.stack(parts, axis=1)
 
 
 def read_column(

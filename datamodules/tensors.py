@@ -10,22 +10,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning.client_data.federated import counted
 from fl_lightning.client_data.fingerprint import digest
-from fl_lightning.client_data.raw_inputs import NewSamples
+from fl_lightning.client_data.new_samples import NewSamples
+from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
 from fl_lightning.datamodules.partitions import Natural
-from fl_lightning.datamodules.preprocessing import Preprocessing
 from fl_lightning.datamodules.tables import (
     MISSING,
     find_categories,
     find_classes,
     missing_word,
+    raw_features,
     read_table,
     read_targets,
 )
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.errors import ConfigurationError, counted
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
@@ -110,7 +110,7 @@ class TensorData(InMemorySamples):
             path, table = Path(features), given["features"]
             categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
             self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal)
-            given["features"] = self.preprocessing.raw(table, path)
+            given["features"] = raw_features(self.preprocessing, table, path)
             if given["targets"] is not None:
                 self.targets = find_classes(path, given["targets"])
                 given["targets"] = read_targets(path, given["targets"], self.targets)
@@ -175,10 +175,8 @@ class TensorData(InMemorySamples):
         read = _read(path, given, preprocessing.columns or None, labelled, preprocessing.decimal)
         places, unit = None, {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
         if unit != "index":
-            places, read["features"] = (
-                read["features"].index.to_list(),
-                preprocessing.raw(read["features"], path),
-            )
+            table = read["features"]
+            places, read["features"] = table.index.to_list(), raw_features(preprocessing, table, path)
         features = _tensor(f"{path}: features", read["features"], preprocessing.impute, preprocessing.dtype)
         if (shape := [*features.shape[1:]]) != known.input_shape:
             raise ConfigurationError(

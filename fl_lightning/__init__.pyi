@@ -3,7 +3,7 @@
 from .batch_norm.swapping import SwappedBatchNorm as SwappedBatchNorm
 from .batch_norm.swapping import swap_batch_norm as swap_batch_norm
 from .callbacks.observers.network_link import NetworkLink as NetworkLink
-from .cli.trained_model import load_model as load_model
+from .cli.load_model import load_model as load_model
 from .client_data.federated import ClientDataModule as ClientDataModule
 from .client_data.federated import FederatedDataModule as FederatedDataModule
 from .clients.network import NetworkTask as NetworkTask
@@ -25,8 +25,8 @@ from .methods.callback import FederatedCallback as FederatedCallback
 from .methods.freezing import Freezing as Freezing
 from .methods.local_state import LocalState as LocalState
 from .methods.personal_evaluation import PersonalEvaluation as PersonalEvaluation
-from .methods.report import Report as Report
-from .methods.report import Table as Table
+from .methods.run_report import Report as Report
+from .methods.run_report import Table as Table
 from .methods.statistics_pass import measured_statistics as measured_statistics
 from .methods.variant_evaluation import VariantEvaluation as VariantEvaluation
 from .models.dropout import Dropout as Dropout

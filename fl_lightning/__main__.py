@@ -38,7 +38,7 @@ commands:
   test       evaluate a checkpoint on the test data; test RUN FILE: a run's model on a new file with targets
   predict    write the predictions of a run's model: predict RUN on the run's test data, predict RUN FILE on a new file
   export     write a run's model as a file that needs no fl_lightning: export runs/NAME/HASH-s0
-  verify     check the rules and claims of methods: verify --callback FixBN, --callback methods.Mine, --all
+  verify     check the rules and equalities of methods: verify --callback FixBN, --callback methods.Mine, --all
   study      run the cells of a table or figure: study configs/studies/fixbn_table4.yaml; see study --help
   report     write one HTML page about studies and runs: report runs/studies/NAME-quick, report runs/A/* runs/B/*
   runs       show all runs below a folder in a table: runs --where state=finished --sort best
@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> None:
     elif arguments[0] in ("predict", "export") or (
         arguments[0] == "test" and arguments[1:] and arguments[1][0] != "-"
     ):
-        import_module("fl_lightning.cli.trained_model").main(arguments)
+        import_module("fl_lightning.cli.predict").main(arguments)
     elif arguments[0] in _OTHERS:
         if arguments[0] in ("study", "partition"):
             _check_files(arguments)

@@ -33,7 +33,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
-def in_words(seconds: float) -> str:
+def time_in_words(seconds: float) -> str:
     """Format a number of seconds as a time, such as ``"3.2 min"``."""
     for unit, size in (("s", 60), ("min", 60), ("h", 24)):
         if seconds < 2 * size:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
@@ -171,3 +171,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     matches = [match for match in by_lower if match.startswith(name.lower())][:3]
     matches = matches or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(by_lower[match] for match in matches)}?" if matches else ""
+
+
+def counted(numbers: Mapping[str, int]) -> str:
+    """Return names with their numbers, such as ``"Oslo: 3, Bergen: 1"``; at most ten names."""
+    words = [f"{name}: {number}" for name, number in numbers.items()]
+    return ", ".join(words[:10]) + (f" and {len(words) - 10} more" if len(words) > 10 else "")

@@ -21,7 +21,7 @@ _SHORT = 4096  # number of bytes that each rank sends in the first all-gather of
 _GRACE = 10.0  # seconds; after the loss of a rank, all running ranks must report within this time
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Mapped = TypeVar("Mapped")
 
 
 class LostRank(ConfigurationError):
@@ -54,7 +54,7 @@ class Ranks:
         mine = np.array_split(np.arange(count), self.size)[self.rank if rank is None else rank]
         return range(int(mine[0]), int(mine[-1]) + 1) if len(mine) else range(0)
 
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    def map(self, function: Callable[[Item], Mapped], items: Iterable[Item]) -> list[Mapped]:
         """Return ``[function(item) for item in items]`` on every rank.
 
         Each item is computed on one rank, which sends the result to the other ranks.
@@ -68,7 +68,7 @@ class Ranks:
         parts = self.exchange(lambda: [function(items[index]) for index in self.share(len(items))])
         return [result for part in parts for result in part]
 
-    def exchange(self, compute: Callable[[], Result]) -> list[Result]:
+    def exchange(self, compute: Callable[[], Mapped]) -> list[Mapped]:
         """Call a function on every rank; return the results of all ranks, in order of rank.
 
         If the function raises an exception on one rank, all ranks raise an exception.
@@ -82,7 +82,7 @@ class Ranks:
             RuntimeError: A rank has raised any other exception.
         """
 
-        def computed() -> Result:
+        def computed() -> Mapped:
             # restore the random generators, whose states must stay equal on all ranks
             gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # untyped in torch
             with torch.random.fork_rng(gpus):

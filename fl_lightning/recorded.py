@@ -168,7 +168,7 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if type(value) is list else value
 
 
-def in_words(value: object) -> str:
+def value_in_words(value: object) -> str:
     """Format the value of a setting.
 
     If the value's class does not define ``__repr__``, the value is formatted by :func:`describe`.
@@ -183,7 +183,7 @@ def describe(thing: object) -> str:
         return f"{type(thing).__name__}()"
     defaults = {name: parameter.default for name, parameter in parameters(made.maker).items()}
     words = [
-        f"{name}={in_words(value)}"
+        f"{name}={value_in_words(value)}"
         for name, value in made.arguments.items()
         if name not in defaults or not _equal(value, defaults[name])
     ]

@@ -15,16 +15,16 @@ from fl_lightning.callbacks.observers.measurements import (
     local_deviation,
     mean_variance,
     relative_deviation,
-    rounding,
+    rounding_error,
     statistics_bias,
 )
 from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.methods import (
     BATCH_STATISTICS,
     Drawing,
+    MetricRows,
     Observer,
     Report,
-    Rows,
     Table,
     VariantEvaluation,
     evenly_spaced,
@@ -207,7 +207,7 @@ class BatchNormDiagnostics(Report, Observer, VariantEvaluation):
         if "affine" in kinds.values():
             parts["_affine"] = [name for name in mean if kinds[name] == "affine"]
             parts["_weights"] = [name for name in mean if kinds[name] == "weight"]
-        smallest = rounding(union)
+        smallest = rounding_error(union)
         layers: dict[str, list[str]] = {}
         for name in mean:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
@@ -313,7 +313,7 @@ class BatchNormDiagnostics(Report, Observer, VariantEvaluation):
             measured.setdefault(quantity, {}).setdefault(number, {})[layer] = value
         return measured
 
-    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+    def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return the figures ``bn_drift`` (entire model) and ``bn_layers`` (each layer)."""
         figures: dict[str, Drawing] = {}
         for number, metrics in self.newest.values():

@@ -9,9 +9,9 @@ import lightning as L
 from fl_lightning import FederatedModule, Report, Table
 from fl_lightning.methods import (
     Drawing,
+    MetricRows,
     Observer,
     PersonalEvaluation,
-    Rows,
     evaluate_client,
     main_metric,
     spread_over_clients,
@@ -118,7 +118,7 @@ class ClientEvaluation(Report, Observer):
             rows.append([client, self._names[client], self._samples[client], *values, *own_values])
         return {"clients": Table(columns, rows)}
 
-    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+    def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return the figure ``clients``: each client's values of the main metric."""
         own, main = self._personal.own_values if self._personal else {}, self._main
         models: dict[str, Mapping[int, Mapping[str, float]]]

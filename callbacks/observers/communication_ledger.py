@@ -7,8 +7,8 @@ import lightning as L
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks.observers.network_link import NetworkLink
-from fl_lightning.console import format_bytes, in_words
-from fl_lightning.methods import Drawing, Observer, Report, Rows, Table
+from fl_lightning.console import format_bytes, time_in_words
+from fl_lightning.methods import Drawing, MetricRows, Observer, Report, Table
 from fl_lightning.pictures import communication_figure, has_communication
 from fl_lightning.round import UpDown, add, total
 
@@ -101,7 +101,7 @@ class CommunicationLedger(Report, Observer):
             }
         )
 
-    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+    def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return the figure ``communication``: accuracy against the cost of communication."""
         if not has_communication(rows):
             return {}
@@ -137,7 +137,7 @@ class CommunicationLedger(Report, Observer):
         return {
             "a client's round": f"{format_bytes(up)} up, {format_bytes(down)} down (mean)",
             "exchanges": f"{self.exchanges:,}, one after the other{since}",
-            "simulated time": f"{in_words(self.seconds)} ({self._in_words()})",
+            "simulated time": f"{time_in_words(self.seconds)} ({self._in_words()})",
         }
 
     def _begin(self) -> None:

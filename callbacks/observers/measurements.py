@@ -56,7 +56,7 @@ def relative_deviation(
     return float(error / size.clamp(min=max(smallest, _TINY)))
 
 
-def rounding(gradients: Mapping[str, Tensor]) -> float:
+def rounding_error(gradients: Mapping[str, Tensor]) -> float:
     """Return the norm of the rounding error of all gradients together."""
     norms = [gradient.double().norm() for gradient in gradients.values()]
     precision = max((torch.finfo(gradient.dtype).eps for gradient in gradients.values()), default=0.0)

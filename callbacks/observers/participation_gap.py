@@ -17,9 +17,9 @@ from fl_lightning.errors import check_choice, check_number
 from fl_lightning.methods import (
     Adaptation,
     Drawing,
+    MetricRows,
     Observer,
     PersonalEvaluation,
-    Rows,
     VariantEvaluation,
     adapt_statistics,
     adapted_state,
@@ -221,7 +221,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
             rows.append([client, name, samples, trains, *found])
         return {"held_out": Table(columns, rows)} if rows else {}
 
-    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+    def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return the figure ``held_out``: the main metric of each client, by source."""
         known = self._main_values()
         return {"held_out": partial(participation_figure, known, self._main)} if len(known) > 1 else {}

@@ -15,7 +15,7 @@ import audit
 from methods_table import quiet_table
 
 from fl_lightning import FederatedCallback
-from fl_lightning.verification.claims import CLAIMS
+from fl_lightning.verification.equalities import EQUALITIES
 from fl_lightning.verification.rules import REMEDIES, RULES
 
 DOCS = Path(__file__).parents[1]
@@ -31,9 +31,9 @@ def round_hooks() -> str:
 
 
 def rules() -> str:
-    """Return the rules and claims of ``verify`` as Markdown.
+    """Return the rules and equalities of ``verify`` as Markdown.
 
-    Each rule has its docstring and its remedy. Each claim has one line.
+    Each rule has its docstring and its remedy. Each equality has one line.
     """
     counts = Counter(line for lines in FAILS.values() for line in lines)
     sections = [
@@ -41,7 +41,7 @@ def rules() -> str:
         f"In the tests, this rule rejects {counts[name]} broken method{'s' * (counts[name] > 1)}."
         for name, check in RULES.items()
     ]
-    return "\n\n".join(["## Rules", *sections, "## Claims", _list(CLAIMS)])
+    return "\n\n".join(["## Rules", *sections, "## Equalities", _list(EQUALITIES)])
 
 
 def _sentence(words: str) -> str:

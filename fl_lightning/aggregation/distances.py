@@ -42,7 +42,7 @@ class NNM(PreAggregator):
 
         The distance between two clients includes all blocks.
         """
-        distances = measure(blocks)
+        distances = measure_distances(blocks)
         closest = distances.squared.argsort(dim=1, stable=True)
         if weights is None:
             shares = _equal_shares(closest[:, : len(closest) - f], len(closest))
@@ -154,13 +154,13 @@ class MixingRule(RobustAggregator):
 
     def aggregate(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
         """Mix the rows with the shares that :meth:`mixing` returns."""
-        distances = measure(blocks)
+        distances = measure_distances(blocks)
         shares = self.mixing(distances, weights)[None]
         return [rows[0] for rows in mix(blocks, shares, distances.centres, distances.rejected)]
 
     def shares_of_rows(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
         """Return the shares that :meth:`mixing` returns for these rows."""
-        return self.mixing(measure(blocks), weights)
+        return self.mixing(measure_distances(blocks), weights)
 
 
 class Distances(NamedTuple):
@@ -181,7 +181,7 @@ class Distances(NamedTuple):
 
 
 @torch.no_grad()
-def measure(blocks: Sequence[Tensor]) -> Distances:
+def measure_distances(blocks: Sequence[Tensor]) -> Distances:
     """Measure the distances between the clients' vectors, which span all blocks.
 
     The distances are computed in float64 from the inner products of the rows' deviations from the
@@ -212,14 +212,14 @@ def squared_distances(blocks: Sequence[Tensor]) -> Tensor:
     """Return the squared Euclidean distances between the clients' vectors, float64 ``[n, n]``.
 
     For few rows, each pair of rows is subtracted, which avoids cancellation. For many rows,
-    :func:`measure` computes the distances.
+    :func:`measure_distances` computes the distances.
 
     Args:
         blocks: Column blocks ``[n, d_k]`` of the clients' rows.
     """
     n = len(blocks[0])
     if n > _FEW:
-        return measure(blocks).squared
+        return measure_distances(blocks).squared
     squared = torch.zeros(n, n, dtype=torch.float64, device=blocks[0].device)
     row, column = torch.triu_indices(n, n, 1, device=squared.device)
     pairs = squared[row, column]

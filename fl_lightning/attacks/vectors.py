@@ -18,7 +18,7 @@ from fl_lightning.attacks.base import Attack, Message
 from fl_lightning.attacks.search import Search, search
 from fl_lightning.errors import ConfigurationError
 
-Origin = Literal["byzfl", "paper", "blades"]
+FormulaOrigin = Literal["byzfl", "paper", "blades"]
 
 
 def sign_flip(honest: Tensor) -> Tensor:
@@ -105,9 +105,11 @@ class Scaled(Attack, ABC):
     """
 
     least_honest = 1
-    factors: ClassVar[Mapping[Origin, float]]
+    factors: ClassVar[Mapping[FormulaOrigin, float]]
 
-    def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
+    def __init__(
+        self, tau: float | None = None, search: Search = "fixed", origin: FormulaOrigin = "byzfl"
+    ) -> None:
         self.tau, self.search, self.origin = tau, search, origin
 
     @abstractmethod
@@ -171,7 +173,9 @@ class ALittleIsEnough(Scaled):
 
     factors: ClassVar = {"byzfl": 1.5, "blades": 1.5, "paper": 1.5}
 
-    def __init__(self, tau: float | None = None, search: Search = "fixed", origin: Origin = "byzfl") -> None:
+    def __init__(
+        self, tau: float | None = None, search: Search = "fixed", origin: FormulaOrigin = "byzfl"
+    ) -> None:
         super().__init__(tau, search, origin)
         self.least_honest = 0 if origin == "paper" else 2
 

@@ -8,9 +8,9 @@ from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
 from fl_lightning.clients.tasks import Classification
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.dashboard.workspace import Metrics, publish
 from fl_lightning.experiments.run_directory.describe import shown_metrics
 from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.weights_and_biases.workspace import Metrics, publish
 from fl_lightning.files import user_path
 
 

@@ -19,12 +19,12 @@ from fl_lightning.cli.parser import ConciseParser, new_lists
 from fl_lightning.cli.user_settings import given_settings, read_given
 from fl_lightning.client_data.federated import SIZES
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_trainer, use_threads
 from fl_lightning.experiments.run.training import Training, has_progress_bar
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
+from fl_lightning.experiments.weights_and_biases.settings import WandbSettings
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 

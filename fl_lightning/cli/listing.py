@@ -27,7 +27,7 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words, treatment_table
 from fl_lightning.yaml_file import read_yaml
 
-KINDS = {
+LISTS = {
     "methods": "trainer.callbacks",
     "models": "model.model",
     "data": "data",
@@ -56,9 +56,9 @@ def main(args: Sequence[str]) -> None:
             raise ConfigurationError(
                 "list parameters needs a model: add --config FILE, such as --config configs/quickstart.yaml"
             )
-        print(parameters(build(args[1:])))
+        print(list_parameters(build(args[1:])))
         return
-    kinds = KINDS | FILES
+    kinds = LISTS | FILES
     for kind in args:
         check_choice("list", kind, (*kinds, "parameters"))
     for kind in args or kinds:
@@ -84,7 +84,7 @@ def files(kind: str) -> dict[str, str]:
     return lines
 
 
-def parameters(cli: FederatedCLI) -> str:
+def list_parameters(cli: FederatedCLI) -> str:
     """Return a table with the name, shape, kind and treatment of a model's parameters and buffers.
 
     Args:
@@ -130,7 +130,7 @@ def named(kind: str) -> dict[str, str]:
     """Return the name and the first line of the docstring of each class of a kind.
 
     Args:
-        kind: Key of :data:`KINDS`.
+        kind: Key of :data:`LISTS`.
     """
     if kind == "norms":
         return dict(NORMS)

@@ -70,7 +70,7 @@ def main(args: Sequence[str]) -> None:
             f"save: {type(data).__name__} does not number its samples, but the file lists numbers; leave --save out"
         )
     record = data.partition_record()
-    rows = in_words(data, record)
+    rows = partition_rows(data, record)
     if distribution is not None:
         rows["server"] = f"{len(distribution.val):,} validation and {len(distribution.test):,} test examples"
         holders = {split: sum(map(bool, map(len, parts))) for split, parts in distribution.own.items()}
@@ -92,7 +92,7 @@ def main(args: Sequence[str]) -> None:
         print(note)
 
 
-def in_words(data: FederatedDataModule, record: PartitionRecord) -> dict[str, str]:
+def partition_rows(data: FederatedDataModule, record: PartitionRecord) -> dict[str, str]:
     """Return the rows of the table. Values that are not known have no row.
 
     Args:

@@ -12,7 +12,7 @@ from fl_lightning.cli import study_cell
 from fl_lightning.cli.command_line import build, resolve
 from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import ENGINES, study_options
-from fl_lightning.console import in_words
+from fl_lightning.console import time_in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.directory import Config
@@ -138,7 +138,7 @@ def dry_run(cells: StudyCells, jobs: int) -> None:
     done = sum(state.phase == "done" for _, state in states)
     everything = [*states, *((cell, cell.state()) for cell in later.values())]
     seconds = time_left(everything, jobs, cells.study.scale.cell_seconds)
-    known = f"about {in_words(seconds)} left with --jobs {jobs}" if seconds is not None else ""
+    known = f"about {time_in_words(seconds)} left with --jobs {jobs}" if seconds is not None else ""
     print(f"{done} of {len(everything)} cells are done; {known or 'no cell has been timed yet'}")
 
 

@@ -16,7 +16,7 @@ from fl_lightning.methods.callback import FederatedCallback
 
 @command()
 def main(args: Sequence[str]) -> None:
-    """Check the claims of one method or of all shipped methods, and print a certificate.
+    """Check the equalities of one method or of all shipped methods, and print a certificate.
 
     If a check fails, the exit status is 1. If the arguments are invalid, the exit status is 2.
 
@@ -27,7 +27,7 @@ def main(args: Sequence[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parser = ConciseParser(
         prog="python -m fl_lightning verify",
-        description="Check the claims of a method on a tiny federation in float64, and print a certificate.",
+        description="Check the equalities of a method on a tiny federation in float64, and print a certificate.",
     )
     parser.add_argument(
         "--callback",
@@ -56,7 +56,7 @@ def main(args: Sequence[str]) -> None:
         certificates = []
         for cls, example in [(method, example) for method in methods for example in method.examples]:
             try:
-                # the summary table has no room for equalities that the method does not claim
+                # the summary table has no room for equalities that the method does not promise
                 certificates.append(certify(partial(cls, **example), references=False, settings=settings))
             # record the error, and continue with the other methods
             except ConfigurationError as error:

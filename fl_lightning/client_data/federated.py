@@ -22,8 +22,9 @@ from fl_lightning.client_data.fingerprint import dataset_digest, digest, sample
 from fl_lightning.client_data.held_out import HeldOut, clients_in_order
 from fl_lightning.client_data.heterogeneity import heterogeneity
 from fl_lightning.client_data.loaders import LoaderBatches, one_loader
-from fl_lightning.client_data.raw_inputs import NewSamples, Normalize
-from fl_lightning.errors import ConfigurationError, doing
+from fl_lightning.client_data.new_samples import NewSamples
+from fl_lightning.client_data.preprocessing import Normalize
+from fl_lightning.errors import ConfigurationError, counted, doing
 from fl_lightning.files import plain
 from fl_lightning.recorded import Recorded
 
@@ -479,12 +480,6 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         if client_id not in self._batches:
             self._batches[client_id] = LoaderBatches(client, client_id, self.seed)
         return self._batches[client_id]
-
-
-def counted(numbers: Mapping[str, int]) -> str:
-    """Return names with their numbers, such as ``"Oslo: 3, Bergen: 1"``; at most ten names."""
-    words = [f"{name}: {number}" for name, number in numbers.items()]
-    return ", ".join(words[:10]) + (f" and {len(words) - 10} more" if len(words) > 10 else "")
 
 
 def _refuse_hooks(datamodules: Mapping[str, L.LightningDataModule]) -> None:

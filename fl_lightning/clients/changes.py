@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.clients.template import contents, slots_of
+from fl_lightning.clients.template import closure_contents, slots_of
 from fl_lightning.errors import ConfigurationError
 
 _APART_TYPES = (Tensor, Metric, MetricCollection, LRScheduler)
@@ -173,7 +173,7 @@ def _inside(thing: Any, labels: Callable[[], Mapping[int, str]]) -> dict[str, An
         return {f"[{number}]": value for number, value in enumerate(thing)}
     if isinstance(thing, types.FunctionType):
         cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-        return {f".{name}": value for name, cell in cells for value in contents(cell)}
+        return {f".{name}": value for name, cell in cells for value in closure_contents(cell)}
     if isinstance(thing, types.MethodType):
         return {"": thing.__self__}
     slots = slots_of(type(thing))

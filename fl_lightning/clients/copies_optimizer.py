@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.clients.copies import ClientCopy, Copies, whole_copy
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.cohort.rows import split_columns
+from fl_lightning.cohort.rows import split_block
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.optimizers.settings import OptimizerCallable
 
@@ -96,10 +96,10 @@ class CopiesOptimizer:
 
     def step_of(self, part: RoundCohort, row: int) -> None:
         """Take a client's local step. As in plain PyTorch, it skips parameters without a gradient."""
-        copy, gradients, left_out = self.copies.of_row[row], part.grads.row(row), part.left_out(row)
+        copy, gradients, skipped = self.copies.of_row[row], part.grads.row(row), part.skipped(row)
         for name, parameter in copy.trained.items():
             view = gradients[name]
-            parameter.grad = None if name in left_out and not view.any() else view
+            parameter.grad = None if name in skipped and not view.any() else view
         for block in self.resting:
             for parameter in self.parameters(row, block):
                 parameter.grad = None
@@ -119,7 +119,7 @@ class CopiesOptimizer:
             rows, layout = self._cohort.params.blocks[block], self._cohort.params.layout[block]
             for key in keys:
                 whole = self._states.setdefault(key, {})[block] = torch.zeros_like(rows)
-                views = split_columns(whole[self._cohort.own_rows], layout.shapes)
+                views = split_block(whole[self._cohort.own_rows], layout.shapes)
                 for row, optimizer in enumerate(self.of_row):
                     for parameter, view in zip(self.parameters(row, block), views.values(), strict=True):
                         state = optimizer.state[parameter]

@@ -9,7 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fl_lightning.client_data.batches import copied
-from fl_lightning.clients.metrics import compute, measure, sums_integers
+from fl_lightning.clients.metrics import compute, measure_batch, sums_integers
 from fl_lightning.clients.tasks import Classification, Counts, Task
 from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_everything
@@ -134,7 +134,7 @@ class ServerEvaluation:
         sums = [loss_sum, samples.sum(), (~scores.isfinite().all()).to(loss_sum)]
         found: dict[str, Any] = {_COUNTS: counts, _LOSS: torch.stack(sums).detach()}
         if task.measured:
-            found |= measure(task.measured, *task.measurable(scores, targets))
+            found |= measure_batch(task.measured, *task.measurable(scores, targets))
         for name, state in found.items():
             entries = (self._common if self._batch == _COMMON else self._of_rank).setdefault(name, [])
             if entries and (name == _COUNTS or (name != _LOSS and sums_integers(task.measured[name]))):

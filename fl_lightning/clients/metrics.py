@@ -17,7 +17,7 @@ from fl_lightning.errors import ConfigurationError
 MetricSetting = Callable[[], Metric]
 """A torchmetrics class, a function that makes a metric, or a metric object."""
 
-State = dict[str, Any] | tuple[Tensor, Tensor]
+MetricState = dict[str, Any] | tuple[Tensor, Tensor]
 """State of a metric: a dict of tensors, or a pair of outputs and targets of a batch."""
 
 
@@ -91,7 +91,7 @@ def _called(make: Callable[..., Metric], num_classes: int | None) -> Metric:
         raise (first if num_classes is None or "num_classes" in str(second) else second) from None
 
 
-def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, State]:
+def measure_batch(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> dict[str, MetricState]:
     """Return the state of each metric after one batch.
 
     For a batch without targets, the dict is empty. If the states of a metric cannot be merged, the
@@ -107,7 +107,7 @@ def measure(metrics: Mapping[str, Metric], outputs: Tensor, targets: Tensor) -> 
     """
     # sums of squares in float32 have too few digits for an R2 of targets far from 0, such as years
     outputs, targets = (x.double() if x.is_floating_point() else x for x in (outputs, targets))
-    states: dict[str, State] = {}
+    states: dict[str, MetricState] = {}
     for name, metric in metrics.items() if len(targets) else ():
         given = outputs
         if type(metric).__name__.startswith("Binary") and outputs.dim() == 2 and outputs.shape[1] == 2:
@@ -142,7 +142,7 @@ def _merges(metric: Metric) -> bool:
     return metric.full_state_update is False and bool(reductions) and _EXACT.issuperset(reductions)
 
 
-def compute(metric: Metric, name: str, states: Sequence[State]) -> dict[str, float | list[Any]]:
+def compute(metric: Metric, name: str, states: Sequence[MetricState]) -> dict[str, float | list[Any]]:
     """Compute a metric on the CPU from the states of all batches.
 
     The states are merged in the order of the batches.

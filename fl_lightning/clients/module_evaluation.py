@@ -18,8 +18,8 @@ from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_everything, seeded
 
 # words in names of metrics whose best values are large, and whose best values are small
-LARGE = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
-SMALL = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
+LARGER_IS_BETTER = "acc|accuracy|f1|auc|auroc|ap|map|precision|recall|iou|miou|dice|r2|psnr|ssim|bleu"
+SMALLER_IS_BETTER = "loss|error|err|mse|mae|rmse|nll|perplexity|ece|brier"
 
 
 class _ModuleTask(Task):
@@ -47,9 +47,9 @@ class _ModuleTask(Task):
         """Add the names of logged metrics."""
         for name, large in names.items():
             words = re.split("[_/]", name.lower())
-            if large is None and any(re.fullmatch(SMALL, word) for word in words):
+            if large is None and any(re.fullmatch(SMALLER_IS_BETTER, word) for word in words):
                 large = False
-            elif large is None and any(re.fullmatch(LARGE, word) for word in words):
+            elif large is None and any(re.fullmatch(LARGER_IS_BETTER, word) for word in words):
                 large = True
             if large is not None:
                 self.logged[name] = "max" if large else "min"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.clients.metrics import measure
+from fl_lightning.clients.metrics import measure_batch
 from fl_lightning.clients.tasks import Classification, Segmentation
 from fl_lightning.errors import ConfigurationError
 
@@ -69,7 +69,7 @@ def check_before_training(run: Any) -> None:
         outputs, targets = labelled
         check_outputs(run, outputs, targets)
         if measured:
-            measure(measured, *run.task.measurable(run.task.scores(outputs), targets))
+            measure_batch(measured, *run.task.measurable(run.task.scores(outputs), targets))
 
 
 def _classes(run: Any) -> int | None:

@@ -200,7 +200,7 @@ class _Writer(pickle.Pickler):
         own = id(thing) not in self._of_methods and _changes_closure(thing)
         if not (own or self._reaches_module(thing)):
             return self._by_number(thing)
-        cells = [contents(cell) for cell in thing.__closure__ or ()]
+        cells = [closure_contents(cell) for cell in thing.__closure__ or ()]
         state = cells, thing.__defaults__, thing.__kwdefaults__, vars(thing)
         return _empty, (self._number(thing),), state, None, None, _fill
 
@@ -236,7 +236,7 @@ def _changes_closure(function: types.FunctionType) -> bool:
     """Return whether a function has a ``nonlocal`` variable, or a container in its closure."""
     if not function.__closure__ or "<locals>" not in function.__qualname__:  # the latter is global
         return False
-    held = [content for cell in function.__closure__ for content in contents(cell)]
+    held = [content for cell in function.__closure__ for content in closure_contents(cell)]
     if any(isinstance(content, dict | list | set) for content in held):
         return True
     own = {*function.__code__.co_freevars}
@@ -266,7 +266,7 @@ def slots_of(kind: type) -> list[str]:
     return _SLOTS[kind]
 
 
-def contents(cell: types.CellType) -> tuple[Any, ...]:
+def closure_contents(cell: types.CellType) -> tuple[Any, ...]:
     """Return what a cell of a closure holds, in a tuple; an empty tuple for an empty cell."""
     try:
         return (cell.cell_contents,)

@@ -240,9 +240,10 @@ class Cohort:
                 f"client_optimizer {type(self.optimizer).__name__} keeps no state {key!r} (it keeps: "
                 f"{', '.join(states) or 'nothing; set momentum > 0'})"
             )
-        return self._rows(self._everyones(key))
+        return self.optimizer_rows(self._everyones(key))
 
-    def _rows(self, everyones: Mapping[str, Tensor]) -> Rows:
+    def optimizer_rows(self, everyones: Mapping[str, Tensor]) -> Rows:
+        """Return this cohort's rows of a state of the client optimizer, given by block."""
         blocks = {name: block[self.rows] for name, block in everyones.items()}
         return Rows({name: self.params.layout[name] for name in blocks}, blocks)
 

@@ -1,6 +1,6 @@
 """The class :class:`RoundCohort`: a cohort with the operations of a communication round."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple, Self
 
@@ -11,17 +11,12 @@ from fl_lightning.batch_norm.kinds import KINDS
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.rows import Rows, join_columns
+from fl_lightning.cohort.skipped_steps import SkippedSteps
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.models.dropout import Dropout, dropout_keys
 from fl_lightning.optimizers.client import ClientOptimizer
 from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 from fl_lightning.ranks import Ranks
-
-Mask = Mapping[int, Collection[str] | None]
-"""Names of the resting parameters by row. None means the entire row, with its buffers."""
-
-Place = tuple[str, int, str]
-"""Key of an optimizer state, row, and name of a parameter or block."""
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -88,10 +83,7 @@ class RoundCohort(Cohort):
         self.trained_blocks: list[str] = []
         self.trained_names: list[str] = []
         self._row_state: dict[int, RowState] = {}
-        self._unused: dict[int, list[str]] = {}
-        self._versions: list[int] = []
-        self._missed: dict[int, set[str]] = {}
-        self._finished: dict[Place, Tensor] = {}
+        self._skipped = SkippedSteps()
 
     def broadcast(
         self,
@@ -129,8 +121,7 @@ class RoundCohort(Cohort):
         self.client_ids, self.weights = list(client_ids), weights
         self.local_steps, self.policy, self._seed = list(local_steps), dict(policy), seed
         self.extra, self._completed, self._keys = {}, set(), None
-        self._finished.clear()
-        self._missed.clear()
+        self._skipped.start_round()
         self.samples = [0] * len(self)
         self.losses = torch.zeros(len(self), device=next(iter(self.params.blocks.values())).device)
         for name, layout in self.params.layout.items():
@@ -208,7 +199,7 @@ class RoundCohort(Cohort):
             samples: Number of training samples that each client of the entire cohort has processed.
             weigh_samples: Whether to make the aggregation weights proportional to ``samples``.
         """
-        part.put_back()
+        self._skipped.restore_rows(part)
         self.ranks.complete([*self._state(), self.losses, *self.extra.values()])
         self._over, self.step, self.samples = True, max(self.local_steps) - 1, list(samples)
         self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
@@ -256,7 +247,7 @@ class RoundCohort(Cohort):
             step: The local step, from 0.
         """
         self.step = step
-        self._unused.clear()
+        self._skipped.start_step()
         for row in (row for row, steps in enumerate(self.local_steps) if step == steps):
             for block in self.grads.blocks.values():
                 block[row].zero_()
@@ -331,21 +322,21 @@ class RoundCohort(Cohort):
         torch._foreach_copy_([place for place, _ in used], [gradient for _, gradient in used])
         if len(used) < len(gradients):
             pairs = zip(self.trained_names, gradients, strict=True)
-            self.leave_out([row], [name for name, gradient in pairs if gradient is None])
+            self.skip([row], [name for name, gradient in pairs if gradient is None])
 
-    def leave_out(self, rows: Sequence[int], names: Sequence[str]) -> None:
+    def skip(self, rows: Sequence[int], names: Sequence[str]) -> None:
         """Skip parameters of some rows in this local step, and set their gradients to 0.
 
         If a method sets the gradient of a parameter afterwards, the parameter is not skipped.
         """
         for row in rows:
-            self._unused[row] = [*names]
+            self._skipped.add(row, names)
             for name in names:
                 self.grads.row(row)[name].zero_()
 
-    def left_out(self, row: int) -> list[str]:
+    def skipped(self, row: int) -> list[str]:
         """Return the names of the parameters that a row skips in this local step."""
-        return self._unused.get(row, [])
+        return self._skipped.names(row)
 
     def add_losses(self, indices: list[int], losses: Tensor, sizes: Sequence[int]) -> None:
         """Add the losses and batch sizes of a local step to the sums of each row.
@@ -358,73 +349,21 @@ class RoundCohort(Cohort):
         self.losses[self.index(indices)] += losses.to(self.losses.dtype)
         for row, size in zip(indices, sizes, strict=True):
             self.samples[row] += size
-        self._versions = [block._version for block in self.grads.blocks.values()]
+        self._skipped.gradients_written(self)
 
     def take_step(self) -> None:
         """Take one step of the client optimizer for all rows. Resting state does not change."""
         if self._optimizer.by_row:
             for row in self.active_rows():
                 self._optimizer.step_of(self, row)
-            return
-        idle = self._idle()
-        saved = self._save(idle)
-        self._optimizer.step()
-        self._restore(idle, saved)
-
-    def _idle(self) -> Mask:
-        """Return the parameters that rows skip in this local step.
-
-        Raises:
-            ConfigurationError: The optimizer counts steps, but a parameter was skipped in an
-                earlier step, or counts are kept between rounds.
-        """
-        # if nothing has written to the gradients since the backward passes, the CPU need not wait for values
-        written = self._versions != [block._version for block in self.grads.blocks.values()]
-        idle = {
-            row: {name for name in names if not (written and self.grads.row(row)[name].any())}
-            for row, names in self._unused.items()
-        }
-        for row, missed in self._missed.items():
-            if self.step < self.local_steps[row] and (again := missed - idle.get(row, set())):
-                self._optimizer.refuse_other_counts(min(again))
-        for row, names in idle.items():
-            self._missed.setdefault(row, set()).update(names)
-            if names and self._optimizer.initial_steps:
-                self._optimizer.refuse_other_counts(min(names))
-        return {row: names for row, names in idle.items() if names}
+        else:
+            self._skipped.step(self)
 
     def finish_step(self, step: int, last: int) -> None:
         """Save the state of clients that finish their local steps with ``step``.
 
-        If ``step`` equals ``last``, the last local step of the round, no state needs to be saved.
+        Args:
+            step: The local step.
+            last: The round's last local step. After this step, no state needs to be saved.
         """
-        if step < last:
-            done = [row for row, steps in enumerate(self.local_steps) if step + 1 == steps]
-            self._finished |= self._save(dict.fromkeys(done))
-
-    def put_back(self) -> None:
-        """Restore the clients' states that :meth:`finish_step` has saved."""
-        self._restore(dict.fromkeys(row for _, row, _ in self._finished), self._finished)
-
-    def _save(self, idle: Mask) -> dict[Place, Tensor]:
-        return {place: view.clone() for place, view in self._views(idle)}
-
-    def _restore(self, idle: Mask, saved: Mapping[Place, Tensor]) -> None:
-        for place, view in self._views(idle):
-            if place in saved:
-                view.copy_(saved[place])
-            else:  # a state that the optimizer has created since
-                view.zero_()
-
-    def _views(self, idle: Mask) -> Iterator[tuple[Place, Tensor]]:
-        """Yield what rests: parameters, buffers and optimizer states."""
-        states = self._optimizer.states(create=False) if idle else {}
-        rows_of = {"": self.params, **{key: self._rows(blocks) for key, blocks in states.items()}}
-        for key, rows in {**rows_of, "buffer": self.buffers}.items():
-            for row, names in idle.items():
-                views = (
-                    {n: block[row] for n, block in rows.blocks.items()} if names is None else rows.row(row)
-                )
-                for name in views if names is None else names:
-                    if name in views:
-                        yield (key, row, name), views[name]
+        self._skipped.finish_step(self, step, last)

@@ -84,9 +84,7 @@ class Rows(Mapping[str, Tensor]):
         self._vectors = {name for name, b in layout.items() if all(len(s) < 2 for s in b.shapes.values())}
         self._orders: dict[str, Tensor] = {}
         self._views = Tensors(
-            item
-            for name, block in layout.items()
-            for item in split_columns(blocks[name], block.shapes).items()
+            item for name, block in layout.items() for item in split_block(blocks[name], block.shapes).items()
         )
 
     @classmethod
@@ -145,7 +143,7 @@ class Rows(Mapping[str, Tensor]):
         for name, block in self.layout.items():
             rows, shapes = self.blocks[name][index], block.shapes
             if name not in self._vectors:
-                copies |= split_columns(rows.clone() if isinstance(index, slice) else rows, shapes)
+                copies |= split_block(rows.clone() if isinstance(index, slice) else rows, shapes)
                 continue
             order = self._order(name, len(rows))
             sizes = [len(rows) * shape.numel() for shape in shapes.values()]
@@ -182,7 +180,7 @@ class Rows(Mapping[str, Tensor]):
         storage = self.blocks[block]
         if block not in self._orders or len(self._orders[block]) != num_rows * storage.shape[1]:
             places = torch.arange(num_rows * storage.shape[1], device=storage.device).view(num_rows, -1)
-            pieces = split_columns(places, self.layout[block].shapes).values()
+            pieces = split_block(places, self.layout[block].shapes).values()
             self._orders[block] = torch.cat([piece.flatten() for piece in pieces])
         return self._orders[block]
 
@@ -313,7 +311,7 @@ def _as(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.reshape(len(tensor), *[1] * missing, *tensor.shape[1:]).expand(len(tensor), *shape)
 
 
-def split_columns(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+def split_block(block: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Split a block ``[C, columns]`` or a vector ``[columns]`` into one view per name."""
     pieces = torch.split(block, [shape.numel() for shape in shapes.values()], dim=-1)
     lead = block.shape[:-1]

@@ -18,7 +18,7 @@ from fl_lightning.execution.vectorized import VectorizedExecutor
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-class Choice(NamedTuple):
+class ExecutorChoice(NamedTuple):
     """The default executor of a run, with the reason for the choice.
 
     Attributes:
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_executor(task: ClientTask, num_clients: int) -> Choice:
+def choose_executor(task: ClientTask, num_clients: int) -> ExecutorChoice:
     """Choose the executor that is probably fastest.
 
     On a GPU, the choice is ``GraphExecutor``. If layers, their hooks or the loss are the user's own
@@ -43,14 +43,14 @@ def choose_executor(task: ClientTask, num_clients: int) -> Choice:
     """
     if task.device.type == "cuda":
         if (custom := _custom_code(task)) is None:
-            return Choice(GraphExecutor(), f"each client's passes are a CUDA graph on {task.device}")
+            return ExecutorChoice(GraphExecutor(), f"each client's passes are a CUDA graph on {task.device}")
         reason = f"{num_clients} clients at once on {task.device}; no CUDA graphs of {custom}"
-        return Choice(VectorizedExecutor(where_possible=True), reason)
+        return ExecutorChoice(VectorizedExecutor(where_possible=True), reason)
     threads = torch.get_num_threads()
     trainer = getattr(task.run, "_trainer", None)
     ranks = trainer.world_size if trainer is not None else 1
     reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
-    return Choice(SequentialExecutor(), reason)
+    return ExecutorChoice(SequentialExecutor(), reason)
 
 
 def _custom_code(task: ClientTask) -> str | None:

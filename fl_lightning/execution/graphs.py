@@ -141,7 +141,7 @@ class GraphExecutor(SequentialExecutor):
             # clone: the next replay writes to the same memory
             graph.keep([cohort.client_ids[client.row]], {n: x.clone() for n, x in graph.logged.items()})
             if graph.unused:
-                cohort.leave_out([client.row], graph.unused)
+                cohort.skip([client.row], graph.unused)
         assert self._losses is not None
         return self._losses[cohort.index(rows)]
 
@@ -208,7 +208,7 @@ class GraphExecutor(SequentialExecutor):
             for part, name, *_ in sorted(_held(task) - held)[:1]:
                 raise NotRecordable(f"the forward pass writes the attribute {name!r} of {part}")
         named = dict(zip(logged, places[1:], strict=True))
-        return _Graph(replay, places[0], lane, draws, cohort.left_out(row), named, keep)
+        return _Graph(replay, places[0], lane, draws, cohort.skipped(row), named, keep)
 
     def _fixed(self, task: ClientTask, cohort: RoundCohort, client: _Client, places: list[Tensor]) -> None:
         """Compute a client's passes, and write the loss and the logged values to fixed places."""

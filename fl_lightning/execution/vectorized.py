@@ -158,7 +158,7 @@ class VectorizedExecutor(Executor):
             for n, g in zip(trained, gradients, strict=True)
         }
         if unused := [name for name, g in zip(trained, gradients, strict=True) if g is None]:
-            cohort.leave_out(rows, unused)
+            cohort.skip(rows, unused)
         for block, layout in cohort.params.layout.items():  # the forward pass may change parameters
             if any(params[name]._version != versions[name] for name in layout.shapes):
                 cohort.params.write(index, block, params)

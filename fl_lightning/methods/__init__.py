@@ -18,7 +18,7 @@ from fl_lightning.methods.own_data import (
     weighed_accuracy,
 )
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
-from fl_lightning.methods.report import Drawing, Report, Rows, Table
+from fl_lightning.methods.run_report import Drawing, MetricRows, Report, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
     joined_statistics,
@@ -38,11 +38,11 @@ __all__ = [
     "FoundFreezing",
     "Freezing",
     "LocalState",
+    "MetricRows",
     "Mode",
     "Observer",
     "PersonalEvaluation",
     "Report",
-    "Rows",
     "Table",
     "VariantEvaluation",
     "adapt_statistics",

@@ -184,4 +184,4 @@ class Observer(FederatedCallback):
 
     paper = "(an observer: measurement only)"
     role = "observer"
-    claims: tuple[str, ...] = ("weights_of_fedavg", "one_client_is_plain_training")
+    equalities: tuple[str, ...] = ("weights_of_fedavg", "one_client_is_plain_training")

@@ -10,7 +10,7 @@ from fl_lightning.batch_norm.kinds import KINDS, buffer_kinds, parameter_kinds
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.cohort.parts import match_parts
-from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_columns
+from fl_lightning.cohort.rows import buffer_layout, parameter_layout, split_block
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
 
@@ -89,5 +89,5 @@ class LocalState(PersonalEvaluation):
         layout = {**of_parameters, **buffer_layout(model, parts)}
         state: dict[str, Tensor] = {}
         for block, row in self.memory.get(client, self.memory.get(SERVER, {})).items():
-            state |= split_columns(row, layout[block].shapes)
+            state |= split_block(row, layout[block].shapes)
         return state

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from fl_lightning.pictures.series import (
-    Rows,
+    MetricRows,
     Series,
     draw_curve,
     frozen_from,
@@ -40,13 +40,13 @@ _REACH = {
 }  # a metric's axis always includes this value, so that rounding errors look small
 
 
-def has_drift(rows: Rows) -> bool:
+def has_drift(rows: MetricRows) -> bool:
     """Return whether the rows have the metrics that :func:`drift_figure` needs."""
     return any(key.startswith("bn/") for row in rows for key in row)
 
 
 @paper_style()
-def drift_figure(rows: Rows, title: Sequence[str]) -> Figure:
+def drift_figure(rows: MetricRows, title: Sequence[str]) -> Figure:
     """Draw the measurements of BN over the rounds, with a panel for each measured quantity.
 
     The quantities include the change, variance and bias of statistics, the gradient deviation, and

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 
 from fl_lightning.batch_norm.kinds import JOINT_LABELS, KIND_LABELS, state_label
 from fl_lightning.clients.tasks import QUALITIES
-from fl_lightning.pictures.series import Rows, Series, draw_curve, frozen_from, scale_values, series
+from fl_lightning.pictures.series import MetricRows, Series, draw_curve, frozen_from, scale_values, series
 from fl_lightning.pictures.style import (
     BLACK,
     PERSONAL,
-    SPLITS,
+    SPLIT_LINES,
     legend_above,
     new_figure,
     paper_style,
@@ -28,7 +28,7 @@ method's name replaces the number."""
 
 @paper_style()
 def learning_curve_figure(
-    rows: Rows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
+    rows: MetricRows, policy: Policy, title: Sequence[str], quality: str = "", further: Sequence[str] = ()
 ) -> Figure:
     """Draw the loss and the quality metrics, such as accuracy or mean IoU, over the rounds.
 
@@ -71,7 +71,7 @@ def learning_curve_figure(
     return figure
 
 
-def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
+def policy_changes(policy: Policy, rows: MetricRows = ()) -> dict[int, str]:
     """Return each round in which the policy changes, with a description of the change.
 
     ``policy`` is the content of ``policy.json``, and ``rows`` is the content of ``metrics.jsonl``.
@@ -97,14 +97,14 @@ def policy_changes(policy: Policy, rows: Rows = ()) -> dict[int, str]:
     return {start: f"{'; '.join(texts)} from round {start}" for start, texts in changes.items()}
 
 
-def _draw_metric(axes: Axes, rows: Rows, metric: str, is_quality: bool) -> list[Series]:
+def _draw_metric(axes: Axes, rows: MetricRows, metric: str, is_quality: bool) -> list[Series]:
     """Draw a metric's curve for each split that has the metric. Return the drawn values."""
     if any(metric in row for row in rows):  # the full name of a LightningModule's metric
         rounds, values = series(rows, metric)
         label = f"{metric}: {values[-1]:.4f} after round {rounds[-1]:.0f}"
-        return [draw_curve(axes, rounds, values, SPLITS["val"][1], label)]
+        return [draw_curve(axes, rounds, values, SPLIT_LINES["val"][1], label)]
     drawn = []
-    for split, (name, look) in SPLITS.items():
+    for split, (name, look) in SPLIT_LINES.items():
         # if clients keep local state, also draw the quality of the clients' models
         kinds = {f"{kind}_{metric}": look for kind, look in PERSONAL.items() if is_quality}
         known = {kind: kinds[kind] for kind in kinds if any(f"{split}/{kind}" in row for row in rows)}

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-Rows = Sequence[Mapping[str, float]]
+MetricRows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``."""
 
 Series = NDArray[np.float64]
@@ -17,14 +17,14 @@ MAX_POINTS = 500
 _LARGEST = 1e30  # matplotlib cannot draw larger values; such values occur if training diverges
 
 
-def series(rows: Rows, name: str) -> tuple[Series, Series]:
+def series(rows: MetricRows, name: str) -> tuple[Series, Series]:
     """Return the rounds in which the metric ``name`` was logged, and the metric's values."""
     pairs = [(float(row["round"]), float(row[name])) for row in rows if name in row]
     rounds, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return rounds, values
 
 
-def frozen_from(rows: Rows) -> int | None:
+def frozen_from(rows: MetricRows) -> int | None:
     """Return the first round with frozen BN, which is T* + 1; None if no row contains T*.
 
     Methods log T* under a name that ends with ``/freeze_round``. If rows contain different T*, the

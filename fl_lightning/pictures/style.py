@@ -36,7 +36,7 @@ LOOKS = (
 )
 """Colour, line style and marker of the first run, the second run and so on."""
 
-SPLITS = {
+SPLIT_LINES = {
     "train": ("training: clients, before aggregation", (LIGHT_GREY, "-", ".")),
     "val": ("validation", (BLUE, "-", "o")),
     "test": ("test", (VERMILLION, "--", "s")),
@@ -52,7 +52,7 @@ PERSONAL = {
 
 These curves are drawn before the server model's curve."""
 
-COSTS: dict[str, tuple[str, Mapping[float, str]]] = {
+COST_AXES: dict[str, tuple[str, Mapping[float, str]]] = {
     "comm/total_bytes_per_client": (
         "sent and received by a client, {unit}",
         {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"},

@@ -20,7 +20,13 @@ from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor, joint_executor
 from fl_lightning.optimizers.settings import GroupSettings, OptimizerCallable
 from fl_lightning.round.context import RunContext
-from fl_lightning.round.first_steps import distance, refuse_gradient_hooks, rounding, sgd, step_rate
+from fl_lightning.round.first_steps import (
+    norm_of_difference,
+    refuse_gradient_hooks,
+    relative_rounding,
+    sgd,
+    step_rate,
+)
 from fl_lightning.round.policy import resolve_policy
 
 _STEPS = 2
@@ -195,7 +201,7 @@ def _tensors(cohort: RoundCohort) -> dict[str, tuple[str, Tensor]]:
 def _changes(
     before: Mapping[str, tuple[str, Tensor]], after: Mapping[str, tuple[str, Tensor]]
 ) -> dict[str, _Found]:
-    return {repr(n): _Found(kind, x, distance(x, before[n][1])) for n, (kind, x) in after.items()}
+    return {repr(n): _Found(kind, x, norm_of_difference(x, before[n][1])) for n, (kind, x) in after.items()}
 
 
 def _values(values: Mapping[str, Tensor]) -> dict[str, _Found]:
@@ -214,14 +220,14 @@ def _compare(
     Raises:
         ConfigurationError: A result differs.
     """
-    error = rounding(run) if dtype is None else torch.finfo(dtype).eps
+    error = relative_rounding(run) if dtype is None else torch.finfo(dtype).eps
     allowed = _EXACT if dtype else max(_ROUNDED, 20 * error)
     most: dict[str, float] = {}
     for kind, _, change in expected.values():
         most[kind] = max(most.get(kind, 0.0), change) if change < float("inf") else most.get(kind, 0.0)
     for name, (kind, value, change) in expected.items():
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
-        off = distance(value, found[name].value) if name in found else float("inf")
+        off = norm_of_difference(value, found[name].value) if name in found else float("inf")
         # tensors that change only by rounding, such as a bias before BN, need the second and third term
         if off > allowed * (change + most[kind] / 100) + 10 * error * size:
             at_once = run.joint_method or type(run.executor).__name__

@@ -15,7 +15,7 @@ class Declarations:
 
     Attributes:
         paper: The method's paper, for tables; empty for a new method.
-        claims: Names of equalities that the method promises. ``verify`` checks these equalities in
+        equalities: Names of equalities that the method promises. ``verify`` checks these equalities in
             addition to the rules for all methods.
         examples: Example settings of the constructor, for pages, tests and ``verify``. The first
             example has typical settings. The last example suits a run of a few rounds.
@@ -31,7 +31,7 @@ class Declarations:
     """
 
     paper: str = ""
-    claims: tuple[str, ...] = ()
+    equalities: tuple[str, ...] = ()
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
     sends_for_evaluations: ClassVar[bool] = False

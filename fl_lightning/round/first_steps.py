@@ -92,7 +92,7 @@ def check_first_steps(run: RunContext) -> None:
                     rounded = _tensors(run.model)
                 for name, x in rounded.items():
                     if x.shape == torchs[name].shape:
-                        noise[name] = max(noise[name], distance(x, torchs[name]))
+                        noise[name] = max(noise[name], norm_of_difference(x, torchs[name]))
                 if not (off := _too_far(run, before, torchs, executors, noise)):
                     break
             else:
@@ -292,12 +292,13 @@ def _differing(
         caches: Whether to leave out attributes with another number or shape of tensors. Caches of
             masks and positions grow with the lengths of batches.
     """
-    allowed = 1e-6 if run.device.type == "cpu" else 100 * rounding(run)
+    allowed = 1e-6 if run.device.type == "cpu" else 100 * relative_rounding(run)
     for name in {**first, **second}:
         (exact, one), (others, other) = (x.get(name, ([], [])) for x in (first, second))
         alike = [x.shape for x in one] == [x.shape for x in other]
         far = alike and any(
-            distance(x, y) > allowed * float(y.nan_to_num().norm()) for x, y in zip(one, other, strict=True)
+            norm_of_difference(x, y) > allowed * float(y.nan_to_num().norm())
+            for x, y in zip(one, other, strict=True)
         )
         if exact != others or far or not (alike or caches):
             yield name
@@ -305,7 +306,7 @@ def _differing(
 
 def _refuse_changed(model: nn.Module, before: Mapping[str, Tensor]) -> None:
     for name, now in _tensors(model).items():
-        if now.shape != before[name].shape or distance(now, before[name]):
+        if now.shape != before[name].shape or norm_of_difference(now, before[name]):
             raise ConfigurationError(
                 f"model: a client's forward pass changes {name!r} of the server's model, as a parameter without gradient is shared; "
                 "make it a buffer (register_buffer), which every client has a copy of"
@@ -318,7 +319,7 @@ def _change_by_rounding(run: RunContext, draw: int) -> None:
     Further draws change them by five times as much, as sums of many values are rounded.
     """
     seed_global(derive_seed(run.seed, "rounding", draw), run.device)
-    size = (10 if draw else 2) * rounding(run)
+    size = (10 if draw else 2) * relative_rounding(run)
     with torch.no_grad():
         for parameter in run.model.parameters():
             if parameter.is_floating_point():
@@ -333,12 +334,12 @@ def _too_far(
     noise: Mapping[str, float],
 ) -> dict[str, float]:
     """Return the distances of tensors that differ by more than rounding, relative to their change."""
-    error = rounding(run)
+    error = relative_rounding(run)
     # a forward pass may have replaced a buffer by a single number
     fits = [
         name for name, x in executors.items() if torchs[name].numel() == 1 or torchs[name].shape == x.shape
     ]
-    moved = {name: distance(torchs[name], before[name]) for name in fits}
+    moved = {name: norm_of_difference(torchs[name], before[name]) for name in fits}
     parameters = {name for name, _ in run.model.named_parameters()}
     most = dict.fromkeys((True, False), 0.0)
     for name, length in moved.items():
@@ -352,7 +353,7 @@ def _too_far(
         # tolerance for tensors that change only by rounding, such as a bias before BN
         floor = max(1e-4 if name in parameters else 1e-5, 10 * error) * most[name in parameters]
         size = float(value.double().nan_to_num(posinf=0.0, neginf=0.0).norm())
-        far = distance(torchs[name], value)
+        far = norm_of_difference(torchs[name], value)
         least = max(_TOLERANCE, 20 * error) * moved[name] + floor + 10 * error * size
         if far > least + _NOISE * noise.get(name, 0.0):
             off[name] = far / moved[name] if moved[name] else float("inf")
@@ -373,7 +374,7 @@ def _refuse_side_effects(run: RunContext, off: Mapping[str, float]) -> None:
     )
 
 
-def rounding(run: RunContext) -> float:
+def relative_rounding(run: RunContext) -> float:
     """Return the relative rounding error of one operation in the run's precision."""
     precision = str(run.trainer.precision)
     if "bf16" in precision:
@@ -383,7 +384,7 @@ def rounding(run: RunContext) -> float:
     return float(torch.finfo(next(run.model.parameters()).dtype).eps)
 
 
-def distance(first: Tensor, second: Tensor) -> float:
+def norm_of_difference(first: Tensor, second: Tensor) -> float:
     """Return the norm of the difference between two tensors.
 
     Elements that are NaN in both tensors add 0. NaN in only one tensor makes the norm infinite.

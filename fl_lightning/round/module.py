@@ -16,14 +16,14 @@ from fl_lightning.batch_norm.swapping import evaluating, overriding_train, resto
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.client_data.loaders import check_evaluated
 from fl_lightning.clients import ClientTask, Task, task_of
-from fl_lightning.clients.left_out import check_left_out
 from fl_lightning.clients.metrics import MetricSetting, check_names, keep_states_apart, make_metrics
 from fl_lightning.clients.task import ClientSettings
 from fl_lightning.clients.tasks import check_quality
+from fl_lightning.clients.unsaved import check_unsaved
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.errors import ConfigurationError, stopped
 from fl_lightning.execution.base import Compilation, Executor
-from fl_lightning.execution.choice import Choice, choose_executor
+from fl_lightning.execution.choice import ExecutorChoice, choose_executor
 from fl_lightning.execution.compiling import decide
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.models.checks import check_model
@@ -36,7 +36,6 @@ from fl_lightning.randomness import isolated
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
 from fl_lightning.round.against_copies import compare_with_copies
-from fl_lightning.round.checkpoints import load_run, save_run
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation_loop import EvaluationLoop
 from fl_lightning.round.failures import ClientFailures
@@ -45,9 +44,10 @@ from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, coho
 from fl_lightning.round.policy import check_together, declared_parts
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
+from fl_lightning.round.saved_run import restore_run, save_run
 from fl_lightning.round.survivors import RoundSkipped
 from fl_lightning.round.trained import refuse_trained
-from fl_lightning.round.trainer import check_trainer
+from fl_lightning.round.trainer_checks import check_trainer
 
 
 class FederatedModule(Recorded, RunContext):
@@ -214,13 +214,13 @@ class FederatedModule(Recorded, RunContext):
         self.seed = seed
 
         self.evaluation = client.new_evaluation()
-        self.executor_choice: Choice | None = None
+        self.executor_choice: ExecutorChoice | None = None
         self.accept_data = False
         self.merged: dict[str, Tensor] = {}
         self._modes: dict[nn.Module, bool] = {}
         self._eval_mode = ExitStack()
         self._resumed = self._unchecked = False
-        self._left_out: dict[str, str] | None = None
+        self._unsaved: dict[str, str] | None = None
         self._evaluate_every: int | None = None
 
     @property
@@ -347,7 +347,9 @@ class FederatedModule(Recorded, RunContext):
             alone = self.client.one_by_one
             reason = f"one client after the other: {alone} of {type(self.model).__name__}"
             self.executor_choice = (
-                Choice(SequentialExecutor(), reason) if alone else choose_executor(self.client, len(clients))
+                ExecutorChoice(SequentialExecutor(), reason)
+                if alone
+                else choose_executor(self.client, len(clients))
             )
             self.executor = self.executor_choice.executor
         setting = self.executor.compile if isinstance(self.executor, SequentialExecutor) else False
@@ -447,9 +449,9 @@ class FederatedModule(Recorded, RunContext):
         Raises:
             ConfigurationError: The data differ, or no FederatedModule wrote the checkpoint.
         """
-        state = load_run(self, checkpoint, self._trainer, accept_data=self.accept_data)
+        state = restore_run(self, checkpoint, self._trainer, accept_data=self.accept_data)
         self._resumed = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        self._parts, self._left_out = state["parts"], state["left_out"]
+        self._parts, self._unsaved = state["parts"], state["unsaved"]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # passed on
         """Return the state of the server model. Other state of this module is not included."""
@@ -465,9 +467,9 @@ class FederatedModule(Recorded, RunContext):
                 the checkpoint's run.
         """
         result = self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-        known, self._left_out = self._left_out, None
+        known, self._unsaved = self._unsaved, None
         if known is not None and not strict:
-            check_left_out(self.model, state_dict, known)
+            check_unsaved(self.model, state_dict, known)
         return result
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]  # keywords only

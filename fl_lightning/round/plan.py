@@ -76,6 +76,7 @@ class RoundPlan:
 
     def reporting(self, round_number: int) -> list[int]:
         """Return the clients that are sampled for a round and do not drop out."""
+        # held-out clients have the numbers from num_clients on, so they are never drawn
         drawn = sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
         failures = self.failures
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]

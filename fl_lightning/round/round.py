@@ -8,7 +8,7 @@ from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.hooks import end_round
 from fl_lightning.round.server_update import converge_spectral_norm, update_server
-from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, leave_out, too_few
+from fl_lightning.round.survivors import RoundSkipped, check_aggregate, check_updates, survivors, too_few
 from fl_lightning.round.trained import mark_trained
 
 
@@ -26,7 +26,7 @@ def communication_round(run: RunContext) -> None:
     with run.clock.part("gather"):
         samples = [number for counts, _ in of_ranks for number in counts]
         cohort.finish_steps(part, samples, weigh_samples=run.weighting == "samples")
-        cohort = leave_out(run, cohort)
+        cohort = survivors(run, cohort)
     run.call_hook("on_before_aggregate", cohort)
     with run.clock.part("aggregation"):
         seed_global(derive_seed(run.seed, "aggregation", cohort.round), run.device)

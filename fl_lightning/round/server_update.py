@@ -11,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from fl_lightning.aggregation import Aggregator, StatisticsAggregator, sent_statistics
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.cohort.round_cohort import RoundCohort
-from fl_lightning.cohort.rows import split_columns
+from fl_lightning.cohort.rows import split_block
 from fl_lightning.errors import ConfigurationError
 
 
@@ -98,7 +98,7 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
     for name, block in cohort.params.blocks.items():
         if cohort.treatment(name) == "local":
             mean = aggregator(block, cohort.weights)
-            for key, value in split_columns(mean, cohort.params.layout[name].shapes).items():
+            for key, value in split_block(mean, cohort.params.layout[name].shapes).items():
                 cohort.server_parameters[key].detach().copy_(value)
 
 

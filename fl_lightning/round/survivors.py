@@ -24,7 +24,7 @@ class RoundSkipped(Exception):
         self.dropped = dropped
 
 
-def leave_out(run: RunContext, cohort: RoundCohort) -> RoundCohort:
+def survivors(run: RunContext, cohort: RoundCohort) -> RoundCohort:
     """Return the clients to aggregate.
 
     If ``on_divergence`` is ``drop``, clients with a non-finite update are left out.

@@ -15,7 +15,7 @@ from fl_lightning.testing.models import small_cnn
 CLASSES, CHANNELS, IMAGE_SIZE, BATCH = 3, 2, 6, 8
 SHAPE = (CHANNELS, IMAGE_SIZE, IMAGE_SIZE)
 """Shape of an input."""
-SIZES = (8, 16, 24, 8, 16)
+CLIENT_SIZES = (8, 16, 24, 8, 16)
 """Number of training samples of each client.
 
 Clients with different sizes have different weights and different numbers of local steps.
@@ -96,7 +96,8 @@ def federation(
     ``form`` are further arguments of :func:`skewed_images`.
     """
     clients = [
-        MaterialisedClient(i, SIZES[i], batch_sizes[i] if batch_sizes else BATCH, **form) for i in identities
+        MaterialisedClient(i, CLIENT_SIZES[i], batch_sizes[i] if batch_sizes else BATCH, **form)
+        for i in identities
     ]
     if disturbance is not None and "data" in disturbance.what:
         steps = clients[disturbance.client].steps_per_epoch

@@ -1,4 +1,4 @@
-"""Checks of the rules for all methods, and of each method's claims, on a tiny federation."""
+"""Checks of the rules for all methods, and of each method's equalities, on a tiny federation."""
 
 from fl_lightning.verification.battery import certify
 from fl_lightning.verification.certificate import Certificate

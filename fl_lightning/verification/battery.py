@@ -1,4 +1,4 @@
-"""Check of one method against all rules and claims."""
+"""Check of one method against all rules and equalities."""
 
 import sys
 import tempfile
@@ -15,8 +15,8 @@ from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.recorded import describe
 from fl_lightning.verification.certificate import Certificate
-from fl_lightning.verification.claims import BITWISE, CLAIMS
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
+from fl_lightning.verification.equalities import BITWISE, EQUALITIES
 from fl_lightning.verification.rules import REMEDIES, RULES, Rule, beside_fedavg
 from fl_lightning.verification.trials import Trials
 
@@ -29,29 +29,29 @@ def certify(
     references: bool = True,
     settings: Mapping[str, Any] | None = None,
 ) -> Certificate:
-    """Check all rules and claims of a method, and return the certificate.
+    """Check all rules and equalities of a method, and return the certificate.
 
     Args:
         make: Function that returns a new callback for each run.
-        references: Whether to also measure the equalities that the method does not claim.
+        references: Whether to also measure the equalities that the method does not promise.
         settings: Settings of ``FederatedModule`` for the checks of the rules, such as another
             ``client_optimizer``, or the user's model of
-            :func:`~fl_lightning.verification.own_model.own_model`. Claims are checked with the default settings.
+            :func:`~fl_lightning.verification.own_model.own_model`. Equalities are checked with the default settings.
 
     Raises:
-        ConfigurationError: The callback claims an unknown equality, or the default run of the
+        ConfigurationError: The callback promises an unknown equality, or the default run of the
             method raises an exception.
     """
     started = time.perf_counter()
     method = make()
-    for claim in method.claims:
-        check_choice(f"{type(method).__name__}.claims", claim, CLAIMS)
+    for equality in method.equalities:
+        check_choice(f"{type(method).__name__}.equalities", equality, EQUALITIES)
     if method.role == "attack":
         settings = {"aggregator": Median(), **(settings or {})}
     certificate = Certificate(describe(method), method.paper)
     with tempfile.TemporaryDirectory() as folder:
         trials = Trials(make, Path(folder, "rules"), settings)
-        claimed = Trials(make, Path(folder, "claims")) if settings else trials
+        promised = Trials(make, Path(folder, "equalities")) if settings else trials
         first, hindered = trials.attempt(), ""
         raised: dict[int, str] = {}
         for line, check in RULES.items():
@@ -65,11 +65,11 @@ def certify(
                     f"{_in_words(first.error, type(method))}"
                 ) from first.error
         findings = {
-            name: _judge(name, partial(_equals, name), claimed, hindered, raised)
-            # claims first, because a run's exception is a finding of its first check only
-            for name in dict.fromkeys([*method.claims, *(CLAIMS if references else ())])
+            name: _judge(name, partial(_equals, name), promised, hindered, raised)
+            # equalities first, because a run's exception is a finding of its first check only
+            for name in dict.fromkeys([*method.equalities, *(EQUALITIES if references else ())])
         }
-        certificate.claims = [findings.pop(name) for name in method.claims]
+        certificate.equalities = [findings.pop(name) for name in method.equalities]
         certificate.equals = {name: finding.detail for name, finding in findings.items()}
         if not hindered:
             certificate.beside_fedavg = beside_fedavg(trials)
@@ -100,11 +100,11 @@ def _judge(line: str, check: Rule, trials: Trials, hindered: str, raised: dict[i
 
 
 def _anchor(line: str) -> str:
-    return f"(docs/verify.md#{line.replace(' ', '-') if line in RULES else 'claims'})"
+    return f"(docs/verify.md#{line.replace(' ', '-') if line in RULES else 'equalities'})"
 
 
 def _equals(name: str, trials: Trials) -> str:
-    apart, place = CLAIMS[name](trials)
+    apart, place = EQUALITIES[name](trials)
     tolerance = 0.0 if name in BITWISE else TOLERANCE
     if not apart <= tolerance:
         raise Violated(f"differs by {apart:.2g} in {place} (tolerance {tolerance:g})")

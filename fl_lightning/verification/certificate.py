@@ -16,8 +16,8 @@ class Certificate:
         method: The method with its settings.
         paper: The method's paper.
         rules: Findings on the rules for all methods.
-        claims: Findings on the method's claims.
-        equals: Measured differences for equalities that the method does not claim, by name.
+        equalities: Findings on the method's equalities.
+        equals: Measured differences for equalities that the method does not promise, by name.
         beside_fedavg: Comparison of the method's default run with FedAvg.
         seconds: Duration of the verification.
     """
@@ -25,27 +25,27 @@ class Certificate:
     method: str
     paper: str
     rules: list[Finding] = field(default_factory=list)
-    claims: list[Finding] = field(default_factory=list)
+    equalities: list[Finding] = field(default_factory=list)
     equals: dict[str, str] = field(default_factory=dict)
     beside_fedavg: str = ""
     seconds: float = 0.0
 
     @property
     def failed(self) -> list[Finding]:
-        """Findings on rules and claims with the status ``"FAILED"``."""
-        return [finding for finding in (*self.rules, *self.claims) if finding.status == "FAILED"]
+        """Findings on rules and equalities with the status ``"FAILED"``."""
+        return [finding for finding in (*self.rules, *self.equalities) if finding.status == "FAILED"]
 
 
 def print_certificate(certificate: Certificate) -> None:
     """Print a certificate as tables."""
-    rules, claims = (
+    rules, equalities = (
         {finding.line: f"{finding.status:<16}{finding.detail}" for finding in findings}
-        for findings in (certificate.rules, certificate.claims)
+        for findings in (certificate.rules, certificate.equalities)
     )
     print_table(certificate.method + (f" ({certificate.paper})" if certificate.paper else ""), rules)
     for title, rows in (
-        ("Claims", claims),
-        ("Not claimed: equalities that the method does not promise", certificate.equals),
+        ("Equalities", equalities),
+        ("Not promised: equalities that the method does not promise", certificate.equals),
         ("Beside FedAvg", {"": certificate.beside_fedavg} if certificate.beside_fedavg else {}),
         ("Verdict", {"": _verdict(certificate)}),
     ):
@@ -54,7 +54,7 @@ def print_certificate(certificate: Certificate) -> None:
 
 
 def print_summary(certificates: Sequence[Certificate]) -> None:
-    """Print a line for each certificate; then print the failed rules and claims."""
+    """Print a line for each certificate; then print the failed rules and equalities."""
     print_table("Methods", {certificate.method: _verdict(certificate) for certificate in certificates})
     for certificate in certificates:
         if certificate.failed:
@@ -63,7 +63,7 @@ def print_summary(certificates: Sequence[Certificate]) -> None:
 
 
 def _verdict(certificate: Certificate) -> str:
-    count = Counter(finding.status for finding in (*certificate.rules, *certificate.claims))
+    count = Counter(finding.status for finding in (*certificate.rules, *certificate.equalities))
     return (
         f"{count['PASSED']} passed, {count['FAILED']} failed, {count['does not apply']} do not apply "
         f"({certificate.seconds:.1f} s)"

@@ -16,11 +16,11 @@ Status = Literal["PASSED", "FAILED", "does not apply"]
 
 
 class Violated(Exception):
-    """Exception for a violated rule or claim. Its message gives the difference and the tensor."""
+    """Exception for a violated rule or equality. Its message gives the difference and the tensor."""
 
 
 class NotApplicable(Exception):
-    """Exception for a rule or claim that does not apply to a method. Its message is the reason."""
+    """Exception for a rule or equality that does not apply to a method. Its message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Finding:
     """Result of one check: a line of a certificate.
 
     Attributes:
-        line: Name of the rule or claim.
+        line: Name of the rule or equality.
         status: Whether the check passed, failed or does not apply.
         detail: Measured value, violation, or reason why the check does not apply.
     """
@@ -54,11 +54,11 @@ def difference(first: Any, second: Any, names: Iterable[str] | None = None) -> s
     """
     if names is not None:
         first, second = ({name: state[name] for name in names} for state in (first, second))
-    most, place = distance(leaves(first), leaves(second))
+    most, place = largest_difference(leaves(first), leaves(second))
     return place if most else None
 
 
-def distance(
+def largest_difference(
     first: Mapping[str, object], second: Mapping[str, object], names: Iterable[str] | None = None
 ) -> tuple[float, str]:
     """Return the largest difference between the entries of two mappings, and the entry's name.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map, tree_map_with_path
 
-from fl_lightning.testing.federation import SIZES, reference_model
+from fl_lightning.testing.federation import CLIENT_SIZES, reference_model
 from fl_lightning.verification.comparison import Leaves
 
 FEW = 8
@@ -59,7 +59,7 @@ def entries(memory: Any) -> tuple[Leaves, dict[int, Leaves]]:
 
 
 def _rows_by_client(leaf: Any) -> Any:
-    is_table = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == len(SIZES)
+    is_table = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == len(CLIENT_SIZES)
     return dict(enumerate(leaf)) if is_table else leaf
 
 

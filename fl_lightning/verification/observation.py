@@ -102,7 +102,7 @@ class ScriptedPlan(RoundPlan):
         return list(self.script[round_number - 1])
 
 
-class Run(FederatedModule):
+class ObservedRun(FederatedModule):
     """Run that records its rounds.
 
     Attributes:

@@ -44,7 +44,7 @@ def own_model(model: nn.Module) -> dict[str, Any]:
             if batch == BATCH and classes > 1:
                 TENSORS.update(model.state_dict())
                 layers = f"BN layers: {len(batch_norm_layers(model))}, shape of an input: {[*shape]}"
-                print(f"{type(model).__name__}  {layers}; claims are checked on the model of verify\n")
+                print(f"{type(model).__name__}  {layers}; equalities are checked on the model of verify\n")
                 data = {"shape": shape, "classes": classes, "scale": 0.1}
                 return {"model": model, "data": data, **optimizer}
     raise ConfigurationError(

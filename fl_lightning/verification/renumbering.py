@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from fl_lightning.verification.comparison import TOLERANCE, Leaves, distance, leaves
+from fl_lightning.verification.comparison import TOLERANCE, Leaves, largest_difference, leaves
 from fl_lightning.verification.memory import entries
-from fl_lightning.verification.observation import Round, Run
+from fl_lightning.verification.observation import ObservedRun, Round
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials
 
 RELABELLED = (3, 2, 4, 0, 1)
@@ -14,7 +14,7 @@ In each cohort of ``SCRIPT``, the new numbers move every client to a different r
 """
 
 
-def relabelled(trials: Trials) -> Run:
+def relabelled(trials: Trials) -> ObservedRun:
     """Return a run that equals the default run, except that its clients are renumbered.
 
     Each client keeps its data.
@@ -38,7 +38,7 @@ def memory_apart(first: Round, second: Round) -> tuple[float, str]:
 
     Return the largest difference, and the path of the value that differs.
     """
-    return distance(leaves(first.memory), leaves(second.memory))
+    return largest_difference(leaves(first.memory), leaves(second.memory))
 
 
 def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
@@ -47,7 +47,11 @@ def renamed_memory_apart(first: Round, second: Round) -> tuple[float, str]:
     If the memories differ, clients are matched by their new numbers before the comparison.
     """
     alike = memory_apart(first, second)
-    return alike if alike[0] <= TOLERANCE else distance(_named(first, RELABELLED), _named(second, CLIENTS))
+    return (
+        alike
+        if alike[0] <= TOLERANCE
+        else largest_difference(_named(first, RELABELLED), _named(second, CLIENTS))
+    )
 
 
 def _named(seen: Round, numbers: Sequence[int]) -> Leaves:

@@ -25,10 +25,10 @@ from fl_lightning.verification.comparison import (
     Violated,
     apart,
     difference,
-    distance,
+    largest_difference,
 )
 from fl_lightning.verification.memory import entries, large_of_server
-from fl_lightning.verification.observation import Run, State
+from fl_lightning.verification.observation import ObservedRun, State
 from fl_lightning.verification.renumbering import (
     knows_no_client,
     memory_apart,
@@ -111,7 +111,7 @@ def trains(trials: Trials) -> Violations:
         if seen.loss != seen.loss:
             yield f"the training loss must be a number: it is NaN in {seen}"
     if run.error is None:
-        moved, _ = distance(run.rounds[-1].server, run.rounds[0].broadcast, run.names("weight"))
+        moved, _ = largest_difference(run.rounds[-1].server, run.rounds[0].broadcast, run.names("weight"))
         if moved <= TOLERANCE:
             yield "training must change the weights: no weight of the server changed"
     return f"losses {', '.join(f'{seen.loss:.3g}' for seen in run.rounds)}"
@@ -225,7 +225,7 @@ def first_stage(trials: Trials) -> Violations:
     return f"{until} rounds equal FedAvg bit for bit"
 
 
-def _announced(run: Run) -> tuple[tuple[str, ...], int | None]:
+def _announced(run: ObservedRun) -> tuple[tuple[str, ...], int | None]:
     """Return the kinds of state that a method freezes, and the last round before the freeze.
 
     The round is None if the method determines the round during the run.
@@ -308,32 +308,32 @@ def learning_rate_0(trials: Trials) -> Violations:
         raise NotApplicable("the method depends on the seed, so noise may move weights")
     names = run.names("weight", "affine")
     for seen in run.rounds:
-        at_server = distance(seen.broadcast, seen.aggregated, names)
-        moves = {"the server": at_server, "a client": distance(seen.start, seen.sent, names)}
+        at_server = largest_difference(seen.broadcast, seen.aggregated, names)
+        moves = {"the server": at_server, "a client": largest_difference(seen.start, seen.sent, names)}
         for whose, (moved, name) in moves.items():
             if moved > ROUNDING:
                 yield f"weights must not move at a learning rate of 0: {name} of {whose} moves by {moved:.2g} in {seen}"
     return "no weight moves at a learning rate of 0"
 
 
-@rule("pool with cohort.mean, or claim union_statistics")
+@rule("pool with cohort.mean, or promise union_statistics")
 def pooled_weights(trials: Trials) -> Violations:
     """Check that pooled statistics weight each client by ``n_i / n``, its share of the samples.
 
     If a client is replaced by two clients, each with the same data and half the weight, the
-    statistics must be the same. The rule does not apply to a method that claims
+    statistics must be the same. The rule does not apply to a method that promises
     ``union_statistics`` or ``equal_passes``.
     """
     first = trials.run().rounds[0]
     pooled = [n for n in trials.run().names("mean", "var") if first.treatments[n] == "pooled"]
     if not pooled:
         raise NotApplicable("no statistics are pooled")
-    for claimed in {"union_statistics", "equal_passes"}.intersection(trials.make().claims):
-        raise NotApplicable(f"{claimed} is claimed")
+    for promised in {"union_statistics", "equal_passes"}.intersection(trials.make().equalities):
+        raise NotApplicable(f"{promised} is promised")
     identities = (0, 1, 1)  # client 2 has the same data as client 1
     two = trials.run(identities=identities, script=((0, 1, 2),) * 4, weighting="uniform")
     one = trials.run(identities=identities[:2], script=((0, 1),) * 4)
-    gap, name = distance(one.rounds[0].server, two.rounds[0].server, pooled)
+    gap, name = largest_difference(one.rounds[0].server, two.rounds[0].server, pooled)
     if not gap <= TOLERANCE:
         yield f"pooled statistics must weigh clients by n_i / n: {name} differs by {gap:.2g} if a client is split in two"
     return f"clients weigh n_i / n (distance {gap:.1g})"
@@ -379,7 +379,7 @@ def server_optimizer(trials: Trials) -> Violations:
     run = trials.run()
     first, second = run.rounds[0], trials.run(**WITH_SERVER_MOMENTUM).rounds[0]
     names = [name for name in run.names(*STATISTICS) if first.treatments[name] != "reset"]
-    gap, name = distance(first.server, second.server, names)
+    gap, name = largest_difference(first.server, second.server, names)
     if gap:
         yield f"statistics must not depend on the server optimizer: {name} differs by {gap:.2g} in round 1"
     return "statistics do not depend on the server optimizer"
@@ -467,7 +467,7 @@ def traffic(trials: Trials) -> Violations:
     return "nothing undeclared crosses the network"
 
 
-def _uncounted(run: Run) -> Iterator[str]:
+def _uncounted(run: ObservedRun) -> Iterator[str]:
     """Yield a client that starts a round from more new floats than the round counts as download."""
     known: dict[int, State] = {}
     for seen, client in ((one, client) for one in run.rounds for client in one.clients):
@@ -654,11 +654,13 @@ def _reached(trials: Trials, disturbance: Disturbance, number: int) -> Iterator[
                 )
 
 
-def _differing(first: Run, second: Run, demand: str, compare_memory: Any = memory_apart) -> Violations:
+def _differing(
+    first: ObservedRun, second: ObservedRun, demand: str, compare_memory: Any = memory_apart
+) -> Violations:
     worst = 0.0
     for one, two in zip(first.rounds, second.rounds, strict=True):
         gaps = {
-            "the server": distance(one.server, two.server),
+            "the server": largest_difference(one.server, two.server),
             "the method's memory": compare_memory(one, two),
         }
         for whose, (gap, place) in gaps.items():
@@ -668,7 +670,7 @@ def _differing(first: Run, second: Run, demand: str, compare_memory: Any = memor
     return f"distance {worst:.1g}"
 
 
-def _outcome(run: Run) -> dict[str, object]:
+def _outcome(run: ObservedRun) -> dict[str, object]:
     last = run.rounds[-1]
     return {
         "model": last.server,
@@ -678,7 +680,7 @@ def _outcome(run: Run) -> dict[str, object]:
     }
 
 
-def _unequal(first: Run, second: Run, demand: str) -> Iterator[str]:
+def _unequal(first: ObservedRun, second: ObservedRun, demand: str) -> Iterator[str]:
     if place := difference(_outcome(first), _outcome(second)):
-        gap, name = distance(first.rounds[-1].server, second.rounds[-1].server)
+        gap, name = largest_difference(first.rounds[-1].server, second.rounds[-1].server)
         yield f"{demand}: " + (f"model {name} differs by {gap:.2g}" if gap else f"{place} differs")

@@ -23,11 +23,11 @@ from fl_lightning.randomness import seeded
 from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.testing import fit
-from fl_lightning.testing.federation import SIZES, Disturbance, federation, reference_model
+from fl_lightning.testing.federation import CLIENT_SIZES, Disturbance, federation, reference_model
 from fl_lightning.verification.comparison import Violated
-from fl_lightning.verification.observation import Run
+from fl_lightning.verification.observation import ObservedRun
 
-CLIENTS = tuple(range(len(SIZES)))
+CLIENTS = tuple(range(len(CLIENT_SIZES)))
 EVERYONE = (CLIENTS,) * 4
 CLIENT_LR = 0.05
 SCRIPT = ((0, 2, 3), (1, 3, 4), (0, 2, 4), (1, 2, 3))
@@ -93,12 +93,12 @@ _MODULE = {
 }
 """Settings of ``FederatedModule`` in the usual run."""
 
-_WITHOUT_METHOD: dict[frozenset[tuple[str, Any]], Run] = {}
+_WITHOUT_METHOD: dict[frozenset[tuple[str, Any]], ObservedRun] = {}
 """Runs without a method (FedAvg). All methods share these runs."""
 
 
 class Trials:
-    """Runs of a method in the set-ups that rules and claims need. Each set-up is run once.
+    """Runs of a method in the set-ups that rules and equalities need. Each set-up is run once.
 
     Args:
         make: Function that returns a new callback for each run.
@@ -112,14 +112,14 @@ class Trials:
     ) -> None:
         self.make, self.folder, self.settings = make, folder, dict(settings or {})
         self._data: dict[str, Any] = self.settings.pop("data", {})
-        self._runs: dict[frozenset[tuple[str, Any]], Run] = {}
+        self._runs: dict[frozenset[tuple[str, Any]], ObservedRun] = {}
 
     @property
     def is_attack(self) -> bool:
         """Whether the method is an attack."""
         return self.make().role == "attack"
 
-    def attempt(self, **setup: Any) -> Run:
+    def attempt(self, **setup: Any) -> ObservedRun:
         """Return the run of a set-up, even if an exception stopped the run.
 
         The usual run has four rounds of one local epoch. Three of five clients take part in each
@@ -135,7 +135,7 @@ class Trials:
             known[key] = self._start(self._folder(setup) if setup in SAVED else None, **setup)
         return known[key]
 
-    def run(self, **setup: Any) -> Run:
+    def run(self, **setup: Any) -> ObservedRun:
         """Return the finished run of a set-up, see :meth:`attempt`.
 
         Raises:
@@ -171,7 +171,7 @@ class Trials:
         resume: Path | None = None,
         repetition: int = 0,
         **module: Any,
-    ) -> Run:
+    ) -> ObservedRun:
         """Train a run.
 
         Args:
@@ -191,7 +191,7 @@ class Trials:
         """
         method = None if bare else self.make()
         default = {"model": reference_model(norm), "executor": SequentialExecutor(), **_MODULE}
-        run = Run(**{**default, **module, **deepcopy(self.settings)})
+        run = ObservedRun(**{**default, **module, **deepcopy(self.settings)})
         if method is not None:
             # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)

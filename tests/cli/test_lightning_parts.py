@@ -385,7 +385,7 @@ def test_tensorboard_gets_the_rows_or_its_missing_package_is_one_line(capsys):
 
 def test_the_page_has_a_row_for_each_part_that_is_run_here():
     refused = {name for name, _ in REFUSED} | REFUSED_CALLBACKS.keys()
-    elsewhere = {"WandbLogger"}  # tests/dashboard/test_wandb_runs.py
+    elsewhere = {"WandbLogger"}  # tests/weights_and_biases/test_wandb_runs.py
     cells = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     assert named == WORKS | refused | elsewhere

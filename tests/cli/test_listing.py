@@ -5,7 +5,7 @@ from torch import nn
 
 from fl_lightning.__main__ import main
 from fl_lightning.callbacks import FedBN, FixBN, SlidingWindowFixBN
-from fl_lightning.cli.listing import FILES, KINDS, files, named
+from fl_lightning.cli.listing import FILES, LISTS, files, named
 from fl_lightning.round.policy import treatment_table
 from tests.support.command_line import write_config
 
@@ -21,7 +21,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LISTS)
 def test_each_kind_has_its_names_with_a_line_each(kind, capsys):
     found = named(kind)
     assert " ".join(found) == NAMES[kind]
@@ -30,14 +30,14 @@ def test_each_kind_has_its_names_with_a_line_each(kind, capsys):
         assert "`" not in line
     main(["list", kind])
     title, *lines = capsys.readouterr().out.splitlines()
-    assert title == f"{kind.capitalize()} ({KINDS[kind]})"
+    assert title == f"{kind.capitalize()} ({LISTS[kind]})"
     assert [line.split(maxsplit=1) for line in lines] == [[name, line] for name, line in found.items()]
 
 
 def test_without_a_kind_all_are_listed_and_an_unknown_one_is_refused(capsys):
     main(["list"])
     shown = capsys.readouterr().out
-    assert all(f"{kind.capitalize()} (" in shown for kind in KINDS | FILES)
+    assert all(f"{kind.capitalize()} (" in shown for kind in LISTS | FILES)
     with pytest.raises(SystemExit) as stop:
         main(["list", "method"])
     assert stop.value.code == 2

@@ -310,7 +310,7 @@ def test_a_partial_checkpoint_has_only_what_is_trained(kind, tmp_path):
     assert [*checkpoint["state_dict"]] == [
         name for name in nn.Module.state_dict(module) if name not in frozen_names(module)
     ]
-    assert [*checkpoint["fl_lightning"]["left_out"]] == frozen_names(module)
+    assert [*checkpoint["fl_lightning"]["unsaved"]] == frozen_names(module)
     with pytest.warns(UserWarning, match="keys that are in the model state dict but not in the checkpoint"):
         loaded = kind.load_from_checkpoint(tmp_path / "1.ckpt")
     assert distance(copies(loaded.double()), copies(module)) < 1e-6
@@ -344,7 +344,7 @@ def test_a_whole_checkpoint_has_no_digests(tmp_path):
     federated(module, SaveRounds(tmp_path), data=images(), rounds=1)
     checkpoint = torch.load(tmp_path / "1.ckpt", weights_only=True)
     assert [*checkpoint["state_dict"]] == [*nn.Module.state_dict(module)]
-    assert checkpoint["fl_lightning"]["left_out"] == {}
+    assert checkpoint["fl_lightning"]["unsaved"] == {}
 
 
 def a_run(folder, rounds, seed=0, module=None):

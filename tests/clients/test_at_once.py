@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule
 from fl_lightning.callbacks import FedTAN, StaticBN, StatisticsSources
-from fl_lightning.execution.choice import Choice
+from fl_lightning.execution.choice import ExecutorChoice
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
 from tests.clients.test_equals_lightning import ELSEWHERE, FUNCTIONS, OPTIMIZERS, STEPS, optimized_by
@@ -39,7 +39,7 @@ EXECUTORS = [SequentialExecutor(), None]
 @pytest.fixture
 def at_once(monkeypatch):
     """Choose the executor that a GPU has."""
-    choose = lambda module, clients: Choice(VectorizedExecutor(where_possible=True), "as on a GPU")
+    choose = lambda module, clients: ExecutorChoice(VectorizedExecutor(where_possible=True), "as on a GPU")
     monkeypatch.setattr("fl_lightning.round.module.choose_executor", choose)
 
 

@@ -402,9 +402,9 @@ def test_tensors_of_steps_may_be_kept_one_client_after_the_other():
 
 @pytest.mark.first_steps
 def test_a_chosen_executor_that_cannot_compute_several_clients_is_replaced(monkeypatch, capsys):
-    from fl_lightning.execution.choice import Choice
+    from fl_lightning.execution.choice import ExecutorChoice
 
-    choose = lambda module, clients: Choice(VectorizedExecutor(where_possible=True), "as on a GPU")
+    choose = lambda module, clients: ExecutorChoice(VectorizedExecutor(where_possible=True), "as on a GPU")
     monkeypatch.setattr("fl_lightning.round.module.choose_executor", choose)
     run = federated(KeepsLosses(), rounds=2)
     assert type(run.executor).__name__ == "SequentialExecutor"

@@ -16,7 +16,7 @@ from fl_lightning.cohort.parts import match_parts, treatments
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.models import ResNet20
 from fl_lightning.pictures.learning_curve import policy_changes
-from fl_lightning.round.messages import sent_vectors
+from fl_lightning.round.client_messages import sent_vectors
 from fl_lightning.round.policy import declared_parts, policy_table, resolve_policy, stages_in_words
 from tests.support.command_line import run as command
 from tests.support.command_line import write_config

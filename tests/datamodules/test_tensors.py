@@ -11,6 +11,7 @@ import torch
 
 from fl_lightning import ConfigurationError
 from fl_lightning.client_data.batches import describe_batch
+from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.datamodules import (
     IID,
     Dirichlet,
@@ -21,8 +22,7 @@ from fl_lightning.datamodules import (
     Shards,
     TensorData,
 )
-from fl_lightning.datamodules.preprocessing import Preprocessing
-from fl_lightning.datamodules.tables import read_table
+from fl_lightning.datamodules.tables import raw_features, read_table
 from fl_lightning.experiments.run_directory.describe import clients_table
 from tests.support.command_line import main, message_of
 from tests.support.helpers import federated_run, train
@@ -359,7 +359,7 @@ def test_numbers_of_a_csv_are_the_nearest_floats():
     texts = ["0.1", "1e23", "123456789.123456789012", "2.2250738585072011e-308", "8.41470984807896504e-01"]
     Path("exact.csv").write_text("\n".join(["x,y", *(f"{text},0" for text in texts)]))
     table = read_table(Path("exact.csv"), "y", None, None)["features"]
-    assert Preprocessing(["x"]).raw(table, Path("exact.csv"))[:, 0].tolist() == [*map(float, texts)]
+    assert raw_features(Preprocessing(["x"]), table, Path("exact.csv"))[:, 0].tolist() == [*map(float, texts)]
 
 
 def test_a_parquet_file_gives_what_its_csv_gives():

@@ -55,7 +55,7 @@ BY_HAND = (
 """What other tests, developers or readers run."""
 
 ELSEWHERE = ("dashboard", "verify")
-"""Run by tests/dashboard/ and tests/verification/test_verify.py."""
+"""Run by tests/weights_and_biases/ and tests/verification/test_verify.py."""
 
 LEFT = {
     "README.md": "quickstart_lr0.05/*/result.json",

@@ -99,11 +99,11 @@ OF_OBJECTS = {
         "_generate_state_key": "experiments/run_directory/checkpoints",
     },
     "lightning.Trainer": {
-        "_accelerator_connector": "execution/strategy round/trainer",
+        "_accelerator_connector": "execution/strategy round/trainer_checks",
         "_checkpoint_connector": "experiments/run_directory/checkpoints",
     },
     "AcceleratorConnector": {
-        "_layer_sync": "round/trainer",
+        "_layer_sync": "round/trainer_checks",
     },
     "lightning.pytorch.cli.LightningCLI": {
         "_parser": "cli/federated_cli",

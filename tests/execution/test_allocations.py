@@ -106,11 +106,11 @@ CASES = {
     # batches of separate data loaders are stacked
     "loaders": ({"model": BN, "data": blobs}, [], {"batches.stack"}),
     # the state of clients and parameters that rest is saved
-    "unused parameters": ({"model": lambda: Spare(*model())}, [], {"round_cohort._save"}),
+    "unused parameters": ({"model": lambda: Spare(*model())}, [], {"skipped_steps._save"}),
     "unequal steps": (
         {"model": BN, "data": lambda: blobs(3, (40, 24, 32)), "local_epochs": 1},
         [],
-        {"batches.stack", "cohort.index", "graphs._replayed", "round_cohort.add_losses", "round_cohort._save", "client._keys"},
+        {"batches.stack", "cohort.index", "graphs._replayed", "round_cohort.add_losses", "skipped_steps._save", "client._keys"},
     ),
 }  # fmt: skip
 
@@ -147,4 +147,4 @@ class Adds(FederatedCallback):
 
 
 def test_unused_parameters_that_a_method_moves_are_read():
-    assert watched({"model": lambda: Spare(*model())}, [Adds()]).reads == {"round_cohort._idle"}
+    assert watched({"model": lambda: Spare(*model())}, [Adds()]).reads == {"skipped_steps._of_step"}

@@ -97,7 +97,7 @@ def test_stopped_run_has_its_curve_and_the_resumed_run_draws_them_all(tmp_path, 
 def test_run_taken_further_drops_the_class_accuracy_of_the_shorter_one(monkeypatch):
     attempt = run("--trainer.max_epochs", 2).attempt
     assert (attempt.path / "class_accuracy.png").exists()
-    monkeypatch.setattr("fl_lightning.experiments.run_directory.result.draw_pictures", lambda *_: None)
+    monkeypatch.setattr("fl_lightning.experiments.run_directory.finish_run.draw_pictures", lambda *_: None)
     run("--ckpt_path", "last", "--trainer.max_epochs", 3)
     assert not (attempt.path / "class_accuracy.png").exists()
 
@@ -133,7 +133,7 @@ def test_result_is_written_before_its_pictures(monkeypatch, capsys):
         seen.append(attempt)
 
     seen = []
-    monkeypatch.setattr("fl_lightning.experiments.run_directory.result.draw_pictures", look)
+    monkeypatch.setattr("fl_lightning.experiments.run_directory.finish_run.draw_pictures", look)
     assert [run("--trainer.max_epochs", 1).attempt] == seen
 
 

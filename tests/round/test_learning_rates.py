@@ -8,7 +8,7 @@ from torch.optim import Adam, lr_scheduler
 
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import FixBN, MaintainedMomentum
-from fl_lightning.experiments.run_directory.finished import read_result
+from fl_lightning.experiments.run_directory.result import read_result
 from fl_lightning.files import write_json
 from fl_lightning.optimizers.client_lr import InverseSteps, MultiStep
 from fl_lightning.optimizers.server import FedAdam

@@ -15,9 +15,9 @@ from fl_lightning.cli.command_line import main
 from fl_lightning.experiments.run import training
 from fl_lightning.experiments.run_directory.config_digest import (
     OUTSIDE_THE_HASH,
+    changed_settings,
     config_hash,
     deciding_settings,
-    differences,
     directory_of,
 )
 from tests.support.naming import named
@@ -212,8 +212,8 @@ def test_two_callbacks_of_one_class_differ_by_both():
 def test_nan_does_not_differ_from_nan():
     """A run whose settings hold NaN would go on as one of other settings."""
     nan = float("nan")
-    assert differences({"a": nan, "b": [nan, 1]}, {"a": nan, "b": [nan, 1]}) == {}
-    assert [*differences({"a": nan, "b": 1}, {"a": 1.0, "b": 1.0})] == ["a"]
+    assert changed_settings({"a": nan, "b": [nan, 1]}, {"a": nan, "b": [nan, 1]}) == {}
+    assert [*changed_settings({"a": nan, "b": 1}, {"a": 1.0, "b": 1.0})] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,9 @@ def test_nan_does_not_differ_from_nan():
 )
 def test_only_the_path_of_a_removed_file_is_no_difference(now, differs):
     name = "model.initial_weights"
-    assert differences({name: "content a"}, {name: now}) == ({name: ["content a", now]} if differs else {})
+    assert changed_settings({name: "content a"}, {name: now}) == (
+        {name: ["content a", now]} if differs else {}
+    )
 
 
 def test_how_often_the_server_evaluates_counts_where_a_callback_may_act_upon_it():

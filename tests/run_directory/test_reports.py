@@ -6,8 +6,8 @@ import json
 import pytest
 
 from fl_lightning import FederatedCallback
-from fl_lightning.experiments.dashboard.contents import media
-from fl_lightning.methods.report import Report, Table
+from fl_lightning.experiments.weights_and_biases.contents import media
+from fl_lightning.methods.run_report import Report, Table
 from fl_lightning.pictures.style import new_figure, paper_style
 from tests.support.command_line import run, write_config
 

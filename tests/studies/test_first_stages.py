@@ -10,7 +10,7 @@ import torch
 from fl_lightning.callbacks import FixBN, SlidingWindowFixBN
 from fl_lightning.experiments.studies import first_stages
 from fl_lightning.experiments.studies.engines.base import Engine
-from fl_lightning.experiments.studies.first_stages import first_stage
+from fl_lightning.experiments.studies.first_stages import smallest_freeze_round
 from fl_lightning.experiments.studies.running import Runner, share_first_stages
 from tests.support.untrained_cells import LR, cell, finish
 
@@ -112,7 +112,7 @@ def test_one_first_stage_feeds_every_later_freeze_round():
     assert bn.keep_rounds == {20, 30}
     share_first_stages([half, late])
     assert (half.parent, late.keep_rounds) == (late, {20})
-    assert first_stage(cell(fixbn({})).config) == 20
+    assert smallest_freeze_round(cell(fixbn({})).config) == 20
 
 
 class AtOnce(Engine):
@@ -193,7 +193,7 @@ def test_a_freezing_method_of_ones_own_shares_the_first_stage_of_the_run_without
     assert [(one.parent, one.shared_rounds) for one in (early, late)] == [(bn, 13), (bn, 30)]
     assert bn.parent is None
     part = {"class_path": "mine_freezing.Part", "init_args": {"of": 1.0}}
-    assert first_stage(cell(own("Mine", when=part)).config) == float("inf")  # it is not made
+    assert smallest_freeze_round(cell(own("Mine", when=part)).config) == float("inf")  # it is not made
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_freezing_method_of_ones_own_shares_the_first_stage_of_the_run_without
 def test_what_else_a_class_changes_may_change_every_round(name, until):
     """A class inherits no declaration: it is a part of the configuration as any other callback."""
     one = cell(fixbn({}) if name == "FixBN" else own(name))
-    assert first_stage(one.config) == until
+    assert smallest_freeze_round(one.config) == until
     plain = cell()
     plain.now = one.now
     share_first_stages([plain, one])

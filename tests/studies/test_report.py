@@ -10,7 +10,7 @@ from fl_lightning import load_study
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.studies.figures import write_figures
-from fl_lightning.experiments.studies.report import write_report
+from fl_lightning.experiments.studies.html_report import write_report
 from fl_lightning.files import write_text
 from tests.support.command_line import message_of
 from tests.support.written_runs import write_run, write_study

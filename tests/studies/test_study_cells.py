@@ -21,7 +21,7 @@ from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpoin
 from fl_lightning.experiments.run_directory.config_digest import config_hash
 from fl_lightning.experiments.run_directory.describe import process_seconds
 from fl_lightning.experiments.run_directory.source import provenance
-from fl_lightning.experiments.studies.cells import Cell, State, differences
+from fl_lightning.experiments.studies.cells import Cell, CellState, changed_code
 from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.progress import time_left
 from fl_lightning.experiments.studies.tables import caption, remarks
@@ -337,7 +337,7 @@ def test_own_code_is_named_by_module(tmp_path, monkeypatch):
     before = provenance(config)
     assert before.keys() - provenance({}).keys() == {"mine_for_source"}
     own.write_text("class Mine:\n    x = 2\n")
-    assert differences([before], provenance(config)).startswith(
+    assert changed_code([before], provenance(config)).startswith(
         f"mine_for_source {before['mine_for_source']}, now "
     )
     assert provenance({"model": {"class_path": "torch.optim.SGD"}}) == provenance({})
@@ -409,7 +409,9 @@ def test_the_time_left_of_a_cell_is_that_of_cells_with_its_labels():
     config = cell().config
 
     def state(seconds=None):
-        return State("missing") if seconds is None else State("done", result={"train_seconds": seconds})
+        return (
+            CellState("missing") if seconds is None else CellState("done", result={"train_seconds": seconds})
+        )
 
     def one(method, seed):
         return Cell({"method": method}, seed, config)

@@ -9,7 +9,7 @@ from scipy.stats import ttest_1samp
 from fl_lightning import ConfigurationError
 from fl_lightning.experiments.studies import verdicts
 from fl_lightning.experiments.studies.study_frame import Chosen, Verdict
-from fl_lightning.experiments.studies.verdicts import Comparison, difference, holm
+from fl_lightning.experiments.studies.verdicts import Comparison, holm, paired_differences
 from tests.support.study_frames import study_frame
 
 
@@ -82,7 +82,7 @@ def test_a_difference_is_taken_in_pairs_by_seed():
         ("GN", "100"): [0.3],
         ("FixBN", "1"): [0.8],
     }
-    found = difference(study(values, difference="GN - BN"))
+    found = paired_differences(study(values, difference="GN - BN"))
     assert found.metrics == {"test/accuracy": "GN \N{MINUS SIGN} BN, test"}
     (row,) = found.rows
     assert row.labels == {"method": "GN", "E": "1", "lr": "0.2"}
@@ -207,11 +207,11 @@ def test_claims_of_a_table_are_corrected_together_and_headline_claims_alone():
         assert found[0].verdict == decided
 
 
-def simulated(difference, studies):
+def simulated(paired_differences, studies):
     """Verdicts on three claims of studies with five seeds, cells of deviation 1 around the means."""
     random, claims = np.random.default_rng(7), ["FixBN > BN", "FixBN > GN", "GN > BN"]
     for _ in range(studies):
-        cells = random.normal(size=(3, 5)) + difference * np.arange(3)[:, None]
+        cells = random.normal(size=(3, 5)) + paired_differences * np.arange(3)[:, None]
         values = {
             (method, "1"): own.tolist() for method, own in zip(("BN", "GN", "FixBN"), cells, strict=True)
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.cli import study, study_cell
-from fl_lightning.experiments.studies.cells import State
+from fl_lightning.experiments.studies.cells import CellState
 from fl_lightning.experiments.studies.engines.local import LocalEngine
 from fl_lightning.experiments.studies.running import Runner
 from fl_lightning.round.module import FederatedModule
@@ -217,5 +217,5 @@ def test_a_failed_cell_is_told_by_what_its_last_try_said(tmp_path):
     with log.open("a") as again:
         again.write("python -m fl_lightning fit\n")
     assert runner._error(cell, -9, cell.state()) == f"killed by signal 9; its output: {log}"
-    older = State("stale", why="torch 1, now 2")  # what it left before, not what ended it now
+    older = CellState("stale", why="torch 1, now 2")  # what it left before, not what ended it now
     assert runner._error(cell, -9, older) == f"killed by signal 9; its output: {log}"

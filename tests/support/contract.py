@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from fl_lightning import FederatedCallback, callbacks
-from fl_lightning.recorded import in_words
+from fl_lightning.recorded import value_in_words
 from tests.support.helpers import blobs, federated_run
 from tests.support.readme_code import methods
 
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     @property
     def name(self):
         """The same in every process, as a test's name must be."""
-        return f"{self.callback}-{ {name: in_words(value) for name, value in self.settings.items()} }"
+        return f"{self.callback}-{ {name: value_in_words(value) for name, value in self.settings.items()} }"
 
 
 SHIPPED = {

@@ -10,8 +10,8 @@ from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.verification import battery, certify
-from fl_lightning.verification.claims import CLAIMS
 from fl_lightning.verification.comparison import NotApplicable, Violated
+from fl_lightning.verification.equalities import EQUALITIES
 from fl_lightning.verification.memory import entries
 from fl_lightning.verification.own_model import own_model
 from fl_lightning.verification.rules import RULES
@@ -48,7 +48,7 @@ def test_a_broken_callback_fails_on_its_lines(broken, tmp_path):
     for line in FAILS[broken]:
         # what fails is what is wrong with it: no other error
         with pytest.raises(Violated, match=r"\w"):
-            battery._equals(line, trials) if line in CLAIMS else RULES[line](trials)
+            battery._equals(line, trials) if line in EQUALITIES else RULES[line](trials)
 
 
 @pytest.mark.slow
@@ -109,16 +109,16 @@ def test_a_mean_over_the_clients_in_a_local_step_stops_an_ordinary_run():
 
 
 def test_every_line_rejects_some_broken_callback():
-    assert {line for lines in FAILS.values() for line in lines} >= {*RULES, *CLAIMS}
+    assert {line for lines in FAILS.values() for line in lines} >= {*RULES, *EQUALITIES}
 
 
 @pytest.mark.slow
 def test_the_shipped_methods_with_claims_pass_and_say_what_was_measured():
     certificate = certify(callbacks.FBN)
     assert not certificate.failed
-    claims = {finding.line: finding for finding in certificate.claims}
-    assert claims.keys() == {"own_twin", "union_statistics"}
-    assert all(one.status == "PASSED" and one.detail.startswith("equal") for one in claims.values())
+    equalities = {finding.line: finding for finding in certificate.equalities}
+    assert equalities.keys() == {"own_twin", "union_statistics"}
+    assert all(one.status == "PASSED" and one.detail.startswith("equal") for one in equalities.values())
     assert certificate.equals["centralised_bn"].startswith("differs by")
 
 
@@ -134,15 +134,17 @@ def test_properties_that_say_nothing_about_a_method_are_listed_as_such():
 
 
 def test_every_shipped_claim_is_one_that_is_known():
-    claimed = {claim for name in callbacks.__all__ for claim in getattr(callbacks, name).claims}
-    assert claimed == CLAIMS.keys()
+    promised = {equality for name in callbacks.__all__ for equality in getattr(callbacks, name).equalities}
+    assert promised == EQUALITIES.keys()
 
 
 def test_a_claim_that_nobody_knows_is_refused():
     class Boasts(callbacks.FixBN):
-        claims = ("own_twins",)
+        equalities = ("own_twins",)
 
-    with pytest.raises(ConfigurationError, match=r"Boasts\.claims: 'own_twins' must be one of own_twin, "):
+    with pytest.raises(
+        ConfigurationError, match=r"Boasts\.equalities: 'own_twins' must be one of own_twin, "
+    ):
         certify(Boasts)
 
 
@@ -242,7 +244,7 @@ def test_rules_run_on_a_model_of_ones_own_which_is_described(own_code, capsys):
     write_methods(MODELS)
     assert verify("--callback", "FixBN", "--model", "methods.Net", "--model.classes", "5") == 0
     printed = capsys.readouterr().out
-    told = "Net  BN layers: 1, shape of an input: [3, 8]; claims are checked on the model of verify"
+    told = "Net  BN layers: 1, shape of an input: [3, 8]; equalities are checked on the model of verify"
     assert printed.startswith(f"{told}\n\nFixBN()")
     rules = {line[:20].strip(): line for line in printed.splitlines()}
     assert "constant bit for bit in 2 rounds" in rules["frozen state"]
@@ -293,11 +295,11 @@ class ByLayers(FederatedCallback):
 def test_layers_that_freeze_one_by_one_are_frozen_for_the_claim_too(tmp_path):
     trials = Trials(ByLayers, tmp_path)
     assert RULES["frozen state"](trials) == "constant bit for bit in 3 rounds"
-    assert CLAIMS["own_twin_when_frozen"](trials)[0] < 1e-10
+    assert EQUALITIES["own_twin_when_frozen"](trials)[0] < 1e-10
     with pytest.raises(
         NotApplicable, match="in no round of this run are the statistics of all layers frozen"
     ):
-        CLAIMS["own_twin_when_frozen"](Trials(callbacks.FedBN, tmp_path / "other"))
+        EQUALITIES["own_twin_when_frozen"](Trials(callbacks.FedBN, tmp_path / "other"))
 
 
 @pytest.mark.slow
@@ -363,7 +365,7 @@ def test_numbers_that_are_not_clients_are_not_taken_for_theirs(method):
 class NoisyHead(callbacks.FedPer):
     """FedPer with noise in the gradients of each local step."""
 
-    claims = ()
+    equalities = ()
 
     def __init__(self):
         super().__init__(head="8")
@@ -423,7 +425,7 @@ def test_an_error_of_a_rules_run_stands_once_with_the_rules_anchor():
 @pytest.mark.slow
 def test_an_error_is_a_finding_of_the_claim_before_other_equalities():
     class FailsAtOneStep(FederatedCallback):
-        claims = ("centralised_bn",)
+        equalities = ("centralised_bn",)
 
         def on_before_aggregate(self, trainer, pl_module, cohort):
             if {*cohort.local_steps} == {1}:

@@ -32,7 +32,7 @@ def certified(make: Callable[[], Any]) -> None:
 
     lines: dict[str, list[str]] = {}
     certificate = certify(make, references=False)
-    for finding in (*certificate.rules, *certificate.claims):
+    for finding in (*certificate.rules, *certificate.equalities):
         lines.setdefault(finding.status, []).append(finding.line)
     print(json.dumps({status: sorted(found) for status, found in lines.items() if status != "PASSED"}))
 

@@ -12,14 +12,14 @@ import torch
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.interruption import stoppable
 from fl_lightning.experiments.run.trainer import MOST_THREADS, on_cpu, use_threads
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS, Training, quiet_host
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config, RunDirectory
-from fl_lightning.experiments.run_directory.finished import Result
 from fl_lightning.experiments.run_directory.python_config import python_config
+from fl_lightning.experiments.run_directory.result import Result
+from fl_lightning.experiments.weights_and_biases.settings import WandbSettings
 from fl_lightning.files import folder_below
 from fl_lightning.round.module import FederatedModule
 

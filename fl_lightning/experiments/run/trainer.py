@@ -17,7 +17,7 @@ from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpoin
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.launched import under_torchrun
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.trainer import check_trainer
+from fl_lightning.round.trainer_checks import check_trainer
 
 _WORTH_RANKS = 20
 """Several ranks are used if a round has at least this number of local steps over all clients."""

@@ -18,26 +18,26 @@ from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, Diverged
 from fl_lightning.execution.choice import cpu_ranks
 from fl_lightning.execution.strategy import CohortStrategy
-from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
-from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run.interruption import FinishRound, Stopped
 from fl_lightning.experiments.run.progress import RoundProgress
 from fl_lightning.experiments.run.trainer import as_list, is_launched, make_trainer, useful_ranks
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.experiments.run_directory.config_digest import (
+    changed_settings,
     deciding_settings,
-    differences,
     directory_of,
     full_name,
 )
 from fl_lightning.experiments.run_directory.continuation import Start, find_start
 from fl_lightning.experiments.run_directory.directory import Config, RunDirectory
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
-from fl_lightning.experiments.run_directory.finished import Result
+from fl_lightning.experiments.run_directory.finish_run import finish_run
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, joined
-from fl_lightning.experiments.run_directory.result import finish_run
+from fl_lightning.experiments.run_directory.result import Result
 from fl_lightning.experiments.run_directory.start import RunStart
+from fl_lightning.experiments.weights_and_biases.logger import RoundWandbLogger
+from fl_lightning.experiments.weights_and_biases.settings import WandbSettings
 from fl_lightning.files import write_text
 from fl_lightning.launched import launched_rank, silence
 from fl_lightning.round.hooks import extend_model
@@ -257,7 +257,7 @@ class Training:
             before = checkpoint["fl_lightning"]["record"]["description"]
             differs: dict[str, list[Any]] = {"settings": ["unknown", "those of config.yaml"]}
             if before:  # empty if a trainer wrote the checkpoint without a run
-                differs = differences(before, deciding_settings(self._complete))
+                differs = changed_settings(before, deciding_settings(self._complete))
             if by_name and self._of_script:
                 planned, rounds = checkpoint["fl_lightning"]["total_rounds"], settings.get("max_epochs")
                 plans = {"trainer.max_epochs": [planned, rounds]}

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
-from fl_lightning.clients.module_evaluation import LARGE, SMALL
+from fl_lightning.clients.module_evaluation import LARGER_IS_BETTER, SMALLER_IS_BETTER
 from fl_lightning.clients.tasks import best_is
 from fl_lightning.cohort.client_memory import copy_listed
 from fl_lightning.errors import ConfigurationError, nearest
@@ -186,7 +186,7 @@ class RoundCheckpoint(Recorded, Checkpoint):
         if self.monitor and self._best_is() is None:
             known, name = sorted(self._best), self.monitor.rpartition("/")[2]
             words = f"known are those of {', '.join(known)}" if known else "a name such as val/acc says it"
-            hint = nearest(name, known or f"{LARGE}|{SMALL}".split("|"))
+            hint = nearest(name, known or f"{LARGER_IS_BETTER}|{SMALLER_IS_BETTER}".split("|"))
             raise ConfigurationError(
                 f"checkpoint.monitor: it is not known which values of {self.monitor!r} are best; if the run logs it, set checkpoint.mode "
                 f"to max or min; {words}{hint}"

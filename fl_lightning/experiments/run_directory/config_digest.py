@@ -123,7 +123,7 @@ def full_name(maker: Any) -> str:
     return f"{next(known, maker.__module__)}.{name}"
 
 
-def differences(before: Config, after: Config) -> dict[str, list[Any]]:
+def changed_settings(before: Config, after: Config) -> dict[str, list[Any]]:
     """Return the old and the new value of each setting that has changed, by name.
 
     Two NaN values are equal here. A file that has been removed counts as unchanged, because a

@@ -11,7 +11,7 @@ from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.run_directory.predictions import overlays
 from fl_lightning.files import csv_text, write_text
-from fl_lightning.methods.report import Report
+from fl_lightning.methods.run_report import Report
 from fl_lightning.pictures.federation import class_quality_figure, clients_figure
 from fl_lightning.pictures.learning_curve import learning_curve_figure
 from fl_lightning.pictures.style import write_figure

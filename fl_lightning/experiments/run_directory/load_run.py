@@ -8,8 +8,8 @@ from typing import Any
 
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.finished import Result, metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.run_directory.result import Result, metric_values, read_result
 from fl_lightning.files import user_path
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
-from fl_lightning.client_data.raw_inputs import NewSamples
+from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.clients.tasks import Segmentation, enlarged
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, unused, write_text

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.client_data.raw_inputs import NewSamples, Normalize, PreparedTable, TableInputs
+from fl_lightning.client_data.new_samples import NewSamples
+from fl_lightning.client_data.preprocessing import restored_preprocessing
 from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 
@@ -52,11 +53,8 @@ class _RecalledData(FederatedDataModule):
         content = load_checkpoint(checkpoint)
         self.round = content["global_step"]
         vars(self).update(content["fl_lightning"]["data"])
-        known: Any = self.normalize
-        self.normalized: nn.Module = nn.Identity()
-        if known is not None:
-            is_table = "columns" in known
-            self.normalized = PreparedTable(TableInputs(**known)) if is_table else Normalize(**known)
+        facts: Any = self.normalize
+        self.normalized = restored_preprocessing(facts)
 
     def evaluation_digest(self, split: Literal["val", "test"] = "val") -> str:
         """Return no digest, as the samples are new."""

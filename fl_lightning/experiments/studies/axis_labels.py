@@ -42,10 +42,10 @@ def short(axis: str, axes: Iterable[str] = ()) -> str:
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), axis)
 
 
-def in_words(labels: Mapping[str, str], axes: Sequence[str]) -> str:
+def labels_in_words(labels: Mapping[str, str], axes: Sequence[str]) -> str:
     """Return the labels of some axes in words. For a label that is a number, also name the axis.
 
-    >>> in_words({"method": "GN", "model.E": "5"}, ["method", "model.E"])
+    >>> labels_in_words({"method": "GN", "model.E": "5"}, ["method", "model.E"])
     'GN, E = 5'
     """
     named = [(short(axis, labels), labels[axis]) for axis in axes]

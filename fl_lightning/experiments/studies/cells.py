@@ -13,7 +13,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 from fl_lightning.experiments.run_directory.config_digest import directory_of
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.finished import Result, read_result
+from fl_lightning.experiments.run_directory.result import Result, read_result
 from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.experiments.studies.first_stages import other_origin
 from fl_lightning.round.record import Origin
@@ -40,7 +40,7 @@ subfolders."""
 _TAIL = 1 << 16  # bytes to read from the end of metrics.jsonl, enough for the last row
 
 
-class State(NamedTuple):
+class CellState(NamedTuple):
     """State of a cell.
 
     Attributes:
@@ -126,43 +126,44 @@ class Cell:
         """Planned number of rounds; 0 if a budget of epochs determines the number."""
         return max(int(self.config["trainer"]["max_epochs"]), 0)
 
-    def state(self) -> State:
+    def state(self) -> CellState:
         """Return the cell's state, read from its run directories."""
-        kept: State | None = None
-        damaged = ""
         attempts, origin = self._attempts()
-        for attempt in attempts:
-            try:
-                result = read_result(attempt.result)
-            except ConfigurationError as error:
-                if attempt is attempts[0] and attempt.result.exists():
-                    damaged = str(error)
-                continue
-            if not result["rounds"] == result["planned_rounds"] == (self.rounds or result["rounds"]):
-                continue
-            other_data = self._other_data(result)
-            other_code = differences(result.get("provenance", []), self.now)
-            phase: Phase = "stale" if other_data or (other_code and self.rerun) else "done"
-            rounds = int(result["rounds"]) if phase == "done" else 0
-            state = State(phase, attempt, result, other_data or other_code, rounds)
-            if not state.why:
-                return state
-            if kept is None or (kept.phase, phase) == ("stale", "done"):
-                kept = state
-        if kept is not None and kept.phase == "done":
-            return kept
+        trained = self._trained(attempts)
+        if trained is not None and trained.phase == "done":
+            return trained
         if not attempts:
-            return State("missing", why=origin)
+            return CellState("missing", why=origin)
         newest, last = attempts[0], last_round(attempts[0])
         if newest.is_locked():
-            return State("running", newest, round=last)
-        if kept is not None and kept.attempt is newest:
-            return kept
+            return CellState("running", newest, round=last)
+        if trained is not None and trained.attempt is newest:
+            return trained
         if newest.error.exists():
-            return State("failed", newest, why=newest.last_error(), round=last)
+            return CellState("failed", newest, why=newest.last_error(), round=last)
         if self._resumable(newest):
-            return State("stopped", newest, round=last)
-        return State("missing", newest, why=damaged, round=last)
+            return CellState("stopped", newest, round=last)
+        return CellState("missing", newest, why=_damage(newest), round=last)
+
+    def _trained(self, attempts: Sequence[Attempt]) -> CellState | None:
+        """Return ``done`` or ``stale`` if an attempt has trained all rounds, else None.
+
+        A result of the present code and data is preferred to a result of other code, and this result
+        to a stale one. Among equal attempts, the newest is preferred.
+        """
+        states = []
+        for attempt in attempts:
+            result = _result(attempt)
+            if result is None or not (
+                result["rounds"] == result["planned_rounds"] == (self.rounds or result["rounds"])
+            ):
+                continue
+            other_data = self._other_data(result)
+            other_code = changed_code(result.get("provenance", []), self.now)
+            phase: Phase = "stale" if other_data or (other_code and self.rerun) else "done"
+            rounds = int(result["rounds"]) if phase == "done" else 0
+            states.append(CellState(phase, attempt, result, other_data or other_code, rounds))
+        return max(states, key=lambda state: (state.phase == "done", not state.why), default=None)
 
     def checkpoint(self) -> Path | None:
         """Return the newest attempt's checkpoint, from which the cell can be resumed.
@@ -214,15 +215,38 @@ class Cell:
 
     def _resumable(self, attempt: Attempt) -> bool:
         record = None if attempt.result.exists() else _record(attempt)
-        return record is not None and not differences(record["provenance"], self.now)
+        return record is not None and not changed_code(record["provenance"], self.now)
 
 
 def _origins(attempt: Attempt) -> list[Origin]:
     """Return the checkpoints from which an attempt continued; an empty list while it runs."""
-    with suppress(ConfigurationError):
-        return list(read_result(attempt.result).get("continued_from", []))
+    if (result := _result(attempt)) is not None:
+        return list(result.get("continued_from", []))
     record = None if attempt.is_locked() else _record(attempt)
     return record["continued_from"] if record is not None else []
+
+
+def _result(attempt: Attempt) -> Result | None:
+    """Return an attempt's result; None if the file is missing or damaged."""
+    with suppress(OSError, ConfigurationError):
+        return _result_of(attempt.result, attempt.result.stat().st_mtime_ns)
+    return None
+
+
+@cache
+def _result_of(path: Path, written: int) -> Result:
+    """Read a result. If the file was written at another time, it is read again."""
+    return read_result(path)
+
+
+def _damage(attempt: Attempt) -> str:
+    """Return why a result cannot be read; an empty text if there is no result."""
+    try:
+        if attempt.result.exists():
+            read_result(attempt.result)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def _record(attempt: Attempt) -> Config | None:
@@ -241,7 +265,7 @@ def _record_of(checkpoint: Path, written: int) -> Config | None:
     return {key: record.get(key, []) for key in ("provenance", "continued_from")}
 
 
-def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
+def changed_code(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> str:
     """Describe which code has changed since a run.
 
     The text is empty if nothing has changed. A name that is not in a record is ignored. For
@@ -262,7 +286,7 @@ def differences(computed_by: list[dict[str, str]], now: Mapping[str, str]) -> st
     return "; ".join(sorted(changed))
 
 
-def expect_newest_data(states: Sequence[State], cells: Sequence[Cell]) -> list[Cell]:
+def expect_newest_data(states: Sequence[CellState], cells: Sequence[Cell]) -> list[Cell]:
     """Require that all cells of a family use the same data as the family's newest result.
 
     A family consists of all cells with equal data settings and equal seed.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fl_lightning.clients.tasks import best_is
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.run_directory.finished import Result, metric_values
+from fl_lightning.experiments.run_directory.result import Result, metric_values
 from fl_lightning.experiments.studies.axis_labels import is_number
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.experiments.studies.definition import Choice, Labels, Study, matches

@@ -10,9 +10,9 @@ from pathlib import Path
 from fl_lightning.clients.tasks import best_is
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Config
-from fl_lightning.experiments.run_directory.finished import Result, metric_values
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.experiments.run_directory.result import Result, metric_values
+from fl_lightning.experiments.studies.cells import Cell, CellState
 from fl_lightning.experiments.studies.columns import (
     CELL_COLUMNS,
     COSTS,
@@ -23,7 +23,12 @@ from fl_lightning.experiments.studies.columns import (
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.report_rule import LAST, MEAN
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame, labelled
-from fl_lightning.experiments.studies.table_columns import SERVER, local_metrics, models_of, of_same_models
+from fl_lightning.experiments.studies.table_columns import (
+    SERVER_PREFIX,
+    local_metrics,
+    models_of,
+    of_same_models,
+)
 from fl_lightning.experiments.studies.verdicts import with_verdicts
 from fl_lightning.methods import formatted
 
@@ -51,7 +56,7 @@ def collect(
     results = {cell: state.result for cell, state in states.items() if state.phase == "done" and state.result}
     known = dict.fromkeys(name for result in results.values() for name in metric_values(result))
     local = {name: words for name, words in local_metrics(definition.metrics).items() if name in known}
-    server = SERVER + next(iter(definition.metrics))
+    server = SERVER_PREFIX + next(iter(definition.metrics))
     own = {cell: _own_metric(study, cell, state) for cell, state in states.items()}
     if any(models_of(metric or "") for metric in own.values()):
         local[server] = local_metrics(definition.metrics)[server]
@@ -94,7 +99,7 @@ def collect(
     return with_verdicts(frame, [*definition.headline, *definition.claims], definition.headline)
 
 
-def _own_metric(study: Study, cell: Cell, state: State) -> str | None:
+def _own_metric(study: Study, cell: Cell, state: CellState) -> str | None:
     """Return the metric that replaces the table's first metric in a cell, or None.
 
     This is the metric that a label sets. Otherwise, for clients with names, such as hospitals, it
@@ -120,7 +125,7 @@ def _read(
         )
     read = {first: own or first} | {name: of_same_models(name, own or "", first, metrics) for name in others}
     if any(map(models_of, metrics)):
-        read |= {name: name.removeprefix(SERVER) for name in local}
+        read |= {name: name.removeprefix(SERVER_PREFIX) for name in local}
     return {name: of_run for name, of_run in read.items() if of_run in metrics}
 
 
@@ -161,7 +166,7 @@ def reported(rule: str, name: str, result: Result, rows: Sequence[Mapping[str, f
     return (min if direction == "min" else max)(finite or values)
 
 
-def run_row(config: Config, state: State, place: Path, error: str = "") -> dict[str, object]:
+def run_row(config: Config, state: CellState, place: Path, error: str = "") -> dict[str, object]:
     """Return the columns of ``StudyFrame.cells`` that describe a run: its state and costs.
 
     Args:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from fl_lightning.experiments.studies.axis_labels import compared, in_words, varied
+from fl_lightning.experiments.studies.axis_labels import compared, labels_in_words, varied
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
 from fl_lightning.pictures.style import GREY, LOOKS, literal, new_figure
 
@@ -43,8 +43,8 @@ class Panels:
         others = [axis for axis in varied(results) if axis not in (*line, along)]
         self._rows: dict[str, dict[str, list[Row]]] = {}
         for row in results.rows:
-            curves = self._rows.setdefault(in_words(row.labels, others), {})
-            curves.setdefault(in_words(row.labels, line) or "mean", []).append(row)
+            curves = self._rows.setdefault(labels_in_words(row.labels, others), {})
+            curves.setdefault(labels_in_words(row.labels, line) or "mean", []).append(row)
         self._labels = [*dict.fromkeys(label for curves in self._rows.values() for label in curves)]
         count = len(self._rows)
         self.columns = 2 if count == 4 else min(count, 3)

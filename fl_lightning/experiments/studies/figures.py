@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 
 from fl_lightning.clients.tasks import QUALITIES, best_is
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.studies.axis_labels import in_words, is_number, short, varied
+from fl_lightning.experiments.studies.axis_labels import is_number, labels_in_words, short, varied
 from fl_lightning.experiments.studies.figure_panels import BAND, PUBLISHED, Panels, look_of, range_in_words
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
-from fl_lightning.experiments.studies.verdicts import difference
-from fl_lightning.pictures.series import Rows, Series, draw_curve, scale_values, series, with_gaps
-from fl_lightning.pictures.style import SPLITS, literal, new_figure, paper_style
+from fl_lightning.experiments.studies.verdicts import paired_differences
+from fl_lightning.pictures.series import MetricRows, Series, draw_curve, scale_values, series, with_gaps
+from fl_lightning.pictures.style import SPLIT_LINES, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
 
 _BYTES = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"}
@@ -84,7 +84,7 @@ def pictures(results: StudyFrame) -> list[Picture]:
                 drawable.append(Picture(name, words, partial(against_figure, results, axis)))
         drawable += _maps(results, "heat_map")
         if results.difference:
-            drawable += _maps(difference(results), "difference", signed=True)
+            drawable += _maps(paired_differences(results), "difference", signed=True)
     files = {directory: Path(directory, "metrics.jsonl") for directory in results.cells["directory"]}
     logs = {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
     if (logged := _logged(results, logs)) is not None:
@@ -118,7 +118,7 @@ def _maps(results: StudyFrame, name: str, signed: bool = False) -> list[Picture]
 
 @paper_style()
 def curves_figure(
-    results: StudyFrame, logs: Mapping[str, Rows], metric: str, *, cost: bool = False
+    results: StudyFrame, logs: Mapping[str, MetricRows], metric: str, *, cost: bool = False
 ) -> Figure:
     """Draw a metric over communication rounds, with a curve for each label of one axis.
 
@@ -225,7 +225,12 @@ def heat_figure(results: StudyFrame, down: str, across: str, *, signed: bool = F
     others = [axis for axis in varied(results) if axis not in (down, across)]
     means = pd.DataFrame(
         [
-            (in_words(row.labels, others), row.labels[down], row.labels[across], _finite(row, results).mean())
+            (
+                labels_in_words(row.labels, others),
+                row.labels[down],
+                row.labels[across],
+                _finite(row, results).mean(),
+            )
             for row in results.rows
         ],
         columns=["panel", "down", "across", "mean"],
@@ -257,7 +262,7 @@ def heat_figure(results: StudyFrame, down: str, across: str, *, signed: bool = F
     return figure
 
 
-def _band(row: Row, logs: Mapping[str, Rows], metric: str, cost: bool) -> pd.DataFrame:
+def _band(row: Row, logs: Mapping[str, MetricRows], metric: str, cost: bool) -> pd.DataFrame:
     """Return each seed's metric, with a row for each round that all seeds have logged.
 
     The index is the round, or the number of bytes. Unfinished runs are used only if no run is
@@ -279,7 +284,7 @@ def _band(row: Row, logs: Mapping[str, Rows], metric: str, cost: bool) -> pd.Dat
     return band
 
 
-def _logged(results: StudyFrame, logs: Mapping[str, Rows]) -> str | None:
+def _logged(results: StudyFrame, logs: Mapping[str, MetricRows]) -> str | None:
     """Return the metric of the learning curves; None if no run has logged a suitable metric.
 
     Suitable metrics are the study's first metric and related metrics. The metric in most logs is
@@ -298,6 +303,6 @@ def _finite(row: Row, results: StudyFrame) -> pd.Series:
 
 def _in_words(metric: str) -> str:
     split, _, name = metric.partition("/")
-    if split not in SPLITS:
+    if split not in SPLIT_LINES:
         return metric  # the name that a LightningModule has logged
-    return f"{SPLITS[split][0].partition(':')[0]} {QUALITIES.get(name, name.replace('_', ' '))}"
+    return f"{SPLIT_LINES[split][0].partition(':')[0]} {QUALITIES.get(name, name.replace('_', ' '))}"

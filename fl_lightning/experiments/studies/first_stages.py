@@ -18,7 +18,7 @@ from fl_lightning.experiments.run_directory.source import provenance
 from fl_lightning.round.record import Origin
 
 
-def first_stage(config: Config) -> float:
+def smallest_freeze_round(config: Config) -> float:
     """Return the smallest T* of a run's methods.
 
     T* is the last round in which a method such as FixBN trains with batch statistics. Until the end
@@ -68,7 +68,7 @@ def _is_shared(entry: Origin, config: Config, folder: Path) -> bool:
     """Return whether a run equals the run that it continues, up to the checkpoint."""
     try:
         source = Attempt(folder / Path(entry["checkpoint"]).parts[-3]).read_config()
-        until = min(first_stage(source), first_stage(config))
+        until = min(smallest_freeze_round(source), smallest_freeze_round(config))
         return family_of(source) == family_of(config) and entry["round"] <= until
     # this folder does not contain the configuration of the earlier run
     except (ConfigurationError, ErrorDuringImport, IndexError, KeyError, TypeError):

@@ -9,7 +9,9 @@ from collections.abc import Collection
 
 import pandas as pd
 
-RULES = "\n".join(rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule"))
+BOOKTABS = "\n".join(
+    rf"\providecommand{{\{rule}}}{{\hline}}" for rule in ("toprule", "midrule", "bottomrule")
+)
 """First lines of a file with tables: commands of ``booktabs``, in case it is not loaded."""
 
 _ESCAPED = {
@@ -59,7 +61,7 @@ def _letter(letter: str) -> str:
 
 
 def latex_table(table: pd.DataFrame, texts: Collection[int], caption: str, label: str) -> str:
-    r"""Return a ``table`` environment. The file with the table must begin with :data:`RULES`.
+    r"""Return a ``table`` environment. The file with the table must begin with :data:`BOOKTABS`.
 
     Columns of numbers are aligned at the right. If a cell starts with text between ``**`` and
     ``**``, this text is bold.

@@ -9,10 +9,10 @@ from rich.live import Live
 from rich.table import Table
 
 from fl_lightning.clients.tasks import QUALITIES
-from fl_lightning.console import in_words
+from fl_lightning.console import time_in_words
 from fl_lightning.errors import nearest
-from fl_lightning.experiments.run_directory.finished import metric_values
-from fl_lightning.experiments.studies.cells import Cell, State
+from fl_lightning.experiments.run_directory.result import metric_values
+from fl_lightning.experiments.studies.cells import Cell, CellState
 
 
 class StudyProgress:
@@ -41,7 +41,7 @@ class StudyProgress:
             transient=True,
         )
 
-    def show(self, cells: Sequence[tuple[Cell, State]]) -> None:
+    def show(self, cells: Sequence[tuple[Cell, CellState]]) -> None:
         """Print the cells that have changed since the last call.
 
         Args:
@@ -49,7 +49,7 @@ class StudyProgress:
         """
         done = [cell for cell, state in cells if state.phase == "done"]
         left = time_left(cells, self.jobs, self.cell_seconds)
-        words = f"; about {in_words(left)} left" if left else ""
+        words = f"; about {time_in_words(left)} left" if left else ""
         for cell, state in cells:
             before, self._known[cell] = self._known.get(cell), state.phase
             if before in (None, "done") and state.phase in ("stale", "missing") and state.why:
@@ -93,7 +93,7 @@ class StudyProgress:
 
 
 def time_left(
-    cells: Sequence[tuple[Cell, State]], jobs: int, cell_seconds: float | None = None
+    cells: Sequence[tuple[Cell, CellState]], jobs: int, cell_seconds: float | None = None
 ) -> float | None:
     """Estimate the seconds until all cells are done; None if unknown.
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.studies.cells import Cell, State, expect_newest_data
+from fl_lightning.experiments.studies.cells import Cell, CellState, expect_newest_data
 from fl_lightning.experiments.studies.engines.base import Engine, Job
-from fl_lightning.experiments.studies.first_stages import family_of, first_stage
+from fl_lightning.experiments.studies.first_stages import family_of, smallest_freeze_round
 from fl_lightning.files import write_text
 
 _PAUSE = 0.5  # seconds between two checks of all cells
@@ -58,11 +58,11 @@ class Runner:
         folder: Path,
         engine: Engine,
         jobs: int,
-        show: Callable[[Sequence[tuple[Cell, State]]], None] = lambda cells: None,
+        show: Callable[[Sequence[tuple[Cell, CellState]]], None] = lambda cells: None,
     ) -> None:
         self.folder, self.engine, self.jobs, self.show = folder, engine, jobs, show
         self.failed: dict[Path, str] = {}
-        self._done: dict[Cell, State] = {}
+        self._done: dict[Cell, CellState] = {}
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run all cells without a result. Then rerun cells whose data have changed.
@@ -125,7 +125,7 @@ class Runner:
             self.engine.stop()
             raise
 
-    def _is_settled(self, cell: Cell, run: _Running, status: int, states: dict[Cell, State]) -> bool:
+    def _is_settled(self, cell: Cell, run: _Running, status: int, states: dict[Cell, CellState]) -> bool:
         """Return whether the files of an ended job are visible. If so, record a failure."""
         another = states[cell].attempt != run.before
         if states[cell].phase == "stale" and another and not status:
@@ -138,7 +138,7 @@ class Runner:
             self.failed[cell.key] = self._error(cell, status, states[cell])
         return True
 
-    def _state(self, cell: Cell) -> State:
+    def _state(self, cell: Cell) -> CellState:
         state = self._done.get(cell) or cell.state()
         if state.phase == "done":
             self._done[cell] = state
@@ -166,7 +166,7 @@ class Runner:
         share = 1 / ceil(self.jobs / gpus) if gpus else 0.0
         return Job(cell.job, self.engine.module, arguments, log, threads=config["threads"] or 1, gpus=share)
 
-    def _error(self, cell: Cell, status: int, state: State) -> str:
+    def _error(self, cell: Cell, status: int, state: CellState) -> str:
         """Return the reason why a cell has no result, in one line."""
         if state.phase == "stale" and not status:
             return f"code or data have changed since the study was started ({state.why}); run the same command again"
@@ -192,7 +192,7 @@ def share_first_stages(cells: Iterable[Cell]) -> None:
     for cell in cells:
         if cell.rounds:
             family = family_of(cell.config)
-            families.setdefault(family, []).append((first_stage(cell.config), cell))
+            families.setdefault(family, []).append((smallest_freeze_round(cell.config), cell))
     for members in families.values():
         latest, parent = max(members, key=lambda entry: entry[0])
         for until, cell in members:

@@ -16,7 +16,7 @@ COST_COLUMNS = ("samples", "sent by clients", "exchanges", "training")
 FURTHER = ("published", "ours - published", "learning rate", "seeds", *COST_COLUMNS, "remarks")
 """Columns to the right of the labels and metrics, in the order of the table."""
 
-SERVER = "server/"
+SERVER_PREFIX = "server/"
 """Prefix of the metric in the column ``server's model``.
 
 A table has this column if another column shows the same metric for the clients' models."""
@@ -45,7 +45,7 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
         of = f"{words} of " if number else ""
         columns |= {f"{split}/{kind}_{name}": of + models for kind, models in _MODELS.items()}
         if number == 0:
-            columns[f"{SERVER}{metric}"] = "server's model"
+            columns[f"{SERVER_PREFIX}{metric}"] = "server's model"
     return {name: words for name, words in columns.items() if name not in metrics}
 
 
@@ -89,7 +89,7 @@ def of_same_models(metric: str, like: str, first: str, known: Collection[str] = 
 
 def of_any_model(metric: str) -> str:
     """Return the server model's metric. For ``test/personal_accuracy``, it is ``test/accuracy``."""
-    split, _, name = metric.removeprefix(SERVER).rpartition("/")
+    split, _, name = metric.removeprefix(SERVER_PREFIX).rpartition("/")
     return f"{split}/{name.partition('_')[2] if models_of(metric) else name}"
 
 

@@ -11,12 +11,12 @@ import pandas as pd
 from tabulate import tabulate
 
 from fl_lightning.clients.tasks import best_is
-from fl_lightning.console import format_bytes, in_words
+from fl_lightning.console import format_bytes, time_in_words
 from fl_lightning.experiments.studies import axis_labels
 from fl_lightning.experiments.studies.axis_labels import compared, short
 from fl_lightning.experiments.studies.choosing import edge_of
 from fl_lightning.experiments.studies.columns import COSTS
-from fl_lightning.experiments.studies.latex_table import RULES, latex_table
+from fl_lightning.experiments.studies.latex_table import BOOKTABS, latex_table
 from fl_lightning.experiments.studies.report_rule import LAST, rule_in_words
 from fl_lightning.experiments.studies.study_frame import Chosen, Row, StudyFrame
 from fl_lightning.experiments.studies.table_columns import (
@@ -143,7 +143,7 @@ def _costs(done: pd.DataFrame, latex: bool) -> list[str]:
         f"{samples:,.0f}",
         f"{sent / UNITS['sent by clients'][0]:,.2f}" if latex else format_bytes(sent),
         f"{exchanges:,.0f}",
-        f"{seconds:,.0f}" if latex else in_words(seconds),
+        f"{seconds:,.0f}" if latex else time_in_words(seconds),
     ]
 
 
@@ -256,7 +256,7 @@ def remark_lines(results: StudyFrame) -> list[str]:
 
 
 def _row_in_words(results: StudyFrame, row: Row) -> str:
-    return axis_labels.in_words(row.labels, [*results.axes]) or "all runs"
+    return axis_labels.labels_in_words(row.labels, [*results.axes]) or "all runs"
 
 
 def _other_code(results: StudyFrame) -> list[str]:
@@ -321,7 +321,7 @@ def caption(results: StudyFrame) -> str:
 def _own_models(results: StudyFrame) -> str:
     """Name the rows whose first metric evaluates the model that each client uses; empty if there are none."""
     rows = [row for row in results.rows if "/own_" in (row.metric or "")]
-    names = "; ".join(axis_labels.in_words(row.labels, [*results.axes]) for row in rows)
+    names = "; ".join(axis_labels.labels_in_words(row.labels, [*results.axes]) for row in rows)
     whose = "all rows" if len(rows) == len(results.rows) else names
     words = "the model that each client uses, on the client's own data"
     return f" {results.metrics[results.first]} of {whose}: {words}." if rows else ""
@@ -400,7 +400,7 @@ def latex_tables(results: StudyFrame, columns: Sequence[str] = ()) -> str:
     tables.append(latex_table(table, texts, caption(results), name))
     comments = [*map(choice_in_words, results.choices), *remark_lines(results)]
     comments += [results.command] * bool(results.command)
-    return "\n\n".join([RULES, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
+    return "\n\n".join([BOOKTABS, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
 
 
 def cells_table(results: StudyFrame) -> pd.DataFrame:

@@ -166,7 +166,7 @@ def holm(values: Sequence[float], error: float = FAMILY_ERROR) -> list[tuple[flo
     return [tested[index] for index in range(len(values))]
 
 
-def difference(results: StudyFrame) -> StudyFrame:
+def paired_differences(results: StudyFrame) -> StudyFrame:
     """Return results whose values are differences, for example of GN and BN.
 
     Each difference is between two runs with the same seed.

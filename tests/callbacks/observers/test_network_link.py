@@ -6,7 +6,7 @@ import pytest
 
 from fl_lightning import ConfigurationError
 from fl_lightning.callbacks.observers.network_link import NetworkLink
-from fl_lightning.console import in_words
+from fl_lightning.console import time_in_words
 
 
 def test_a_megabyte_takes_eight_seconds_at_one_megabit_per_second():
@@ -64,4 +64,4 @@ def test_a_link_says_what_it_is():
     ("seconds", "words"), [(0, "0 s"), (90, "90 s"), (876.47, "14.6 min"), (7200, "2 h"), (1e6, "11.6 days")]
 )
 def test_a_time_is_told_in_a_unit_that_fits(seconds, words):
-    assert in_words(seconds) == words
+    assert time_in_words(seconds) == words

@@ -125,7 +125,9 @@ def test_rows_that_the_server_has_are_not_sent_again(monkeypatch):
         define_metric=lambda *_, **__: None, log=lambda row, step: sent.append((step, row.get("round"))),
         finish=lambda exit_code: None,
     )  # fmt: skip
-    monkeypatch.setattr("fl_lightning.experiments.dashboard.logger.open_run", lambda mode, **init: resumed)
+    monkeypatch.setattr(
+        "fl_lightning.experiments.weights_and_biases.logger.open_run", lambda mode, **init: resumed
+    )
     run("--wandb.mode", "online")
     assert sent == [(3, 3), (4, 4), (4, None)]
 

@@ -1,6 +1,6 @@
-"""Claims: equalities that a method can promise in ``FederatedCallback.claims``.
+"""Equalities that a method can promise in ``FederatedCallback.equalities``.
 
-A claim compares two computations of the same numbers in float64. The tolerance is 1e-10; claims in
+An equality compares two computations of the same numbers in float64. The tolerance is 1e-10; equalities in
 ``BITWISE`` must hold bit for bit.
 """
 
@@ -10,10 +10,10 @@ from math import inf
 import torch
 
 from fl_lightning.cohort.cohort import SERVER
-from fl_lightning.testing.federation import SIZES
-from fl_lightning.verification.comparison import NotApplicable, difference, distance
+from fl_lightning.testing.federation import CLIENT_SIZES
+from fl_lightning.verification.comparison import NotApplicable, difference, largest_difference
 from fl_lightning.verification.memory import entries
-from fl_lightning.verification.observation import Run, State
+from fl_lightning.verification.observation import ObservedRun, State
 from fl_lightning.verification.trials import (
     CLIENT_LR,
     CLIENTS,
@@ -29,22 +29,22 @@ from fl_lightning.verification.trials import (
 Gap = tuple[float, str]
 """Pair: the largest difference between two computations, and the tensor in which it occurs."""
 
-Claim = Callable[[Trials], Gap]
+Equality = Callable[[Trials], Gap]
 
-CLAIMS: dict[str, Claim] = {}
-"""Claims by name."""
+EQUALITIES: dict[str, Equality] = {}
+"""Equalities by name."""
 
 BITWISE = ("weights_of_fedavg",)
-"""Names of the claims that hold bit for bit. All other claims hold up to rounding errors."""
+"""Names of the equalities that hold bit for bit. All other equalities hold up to rounding errors."""
 
 
-def claim(compare: Claim) -> Claim:
-    """Add a function to :data:`CLAIMS` under its name. Use it as a decorator."""
-    CLAIMS[compare.__name__] = compare
+def equality(compare: Equality) -> Equality:
+    """Add a function to :data:`EQUALITIES` under its name. Use it as a decorator."""
+    EQUALITIES[compare.__name__] = compare
     return compare
 
 
-@claim
+@equality
 def own_twin(trials: Trials) -> Gap:
     """Compare the method's federated training (E = 1) with its centralised training.
 
@@ -53,7 +53,7 @@ def own_twin(trials: Trials) -> Gap:
     return _rounds_apart(trials.run(**ONE_STEP), trials.run(**ONE_STEP, centralised=True))
 
 
-@claim
+@equality
 def own_twin_when_frozen(trials: Trials) -> Gap:
     """Compare federated and centralised training, but only in rounds with frozen statistics.
 
@@ -70,7 +70,7 @@ def own_twin_when_frozen(trials: Trials) -> Gap:
     return _rounds_apart(federated, twin)
 
 
-@claim
+@equality
 def own_twin_without_bn(trials: Trials) -> Gap:
     """Compare federated and centralised training of a model with Group Normalization instead of BN.
 
@@ -81,7 +81,7 @@ def own_twin_without_bn(trials: Trials) -> Gap:
     )
 
 
-@claim
+@equality
 def centralised_bn(trials: Trials) -> Gap:
     """Compare the method's federated run with centralised BN, at E = 1 and equal batch sizes.
 
@@ -92,7 +92,7 @@ def centralised_bn(trials: Trials) -> Gap:
     return _rounds_apart(trials.run(**ONE_STEP), trials.run(**ONE_STEP, bare=True, centralised=True))
 
 
-@claim
+@equality
 def union_statistics(trials: Trials) -> Gap:
     """Compare the server's statistics to ``nn.BatchNorm2d`` on the union of the batches.
 
@@ -114,7 +114,7 @@ def union_statistics(trials: Trials) -> Gap:
     return max(gaps)
 
 
-@claim
+@equality
 def equal_passes(trials: Trials) -> Gap:
     """Compare the pooled statistics of a round under two aggregation weights.
 
@@ -122,37 +122,37 @@ def equal_passes(trials: Trials) -> Gap:
     """
     runs = [trials.run(weighting=weighting).rounds[0] for weighting in ("examples", "uniform")]
     pooled = [name for name, treatment in runs[0].treatments.items() if treatment == "pooled"]
-    return distance(runs[0].server, runs[1].server, pooled)
+    return largest_difference(runs[0].server, runs[1].server, pooled)
 
 
-@claim
+@equality
 def weights_of_fedavg(trials: Trials) -> Gap:
     """Compare all trainable parameters bit for bit to FedAvg with BN.
 
-    The claim holds for any number E of local steps and for any participation.
+    The equality holds for any number E of local steps and for any participation.
     """
     run = trials.run()
     return _rounds_apart(run, trials.run(bare=True), run.names("weight", "affine"))
 
 
-@claim
+@equality
 def fedavg_on_identical_clients(trials: Trials) -> Gap:
     """Compare to FedAvg with BN. All clients have the same data, and hence the same weights."""
     alike: Setup = {"identities": (1,) * len(CLIENTS), "script": EVERYONE}
     return _rounds_apart(trials.run(**alike), trials.run(**alike, bare=True))
 
 
-@claim
+@equality
 def one_client_is_plain_training(trials: Trials) -> Gap:
     """Compare a run with a single client to the same run without the method.
 
-    The client uses SGD without momentum. The claim holds for any number E of local steps.
+    The client uses SGD without momentum. The equality holds for any number E of local steps.
     """
     alone: Setup = {"identities": (0,), "script": ((0,),) * len(EVERYONE), **WITHOUT_MOMENTUM}
     return _rounds_apart(trials.run(**alone), trials.run(**alone, bare=True))
 
 
-@claim
+@equality
 def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
     """Compare a client of weight 2p to two copies of this client, each of weight p.
 
@@ -163,7 +163,7 @@ def one_client_is_two_of_half_its_weight(trials: Trials) -> Gap:
     return _rounds_apart(trials.run(identities=one, script=(one,) * 4), alike)
 
 
-@claim
+@equality
 def moments_of_the_mixture(trials: Trials) -> Gap:
     """Compare the server's statistics to the mean and variance of a mixture of all clients.
 
@@ -177,11 +177,11 @@ def moments_of_the_mixture(trials: Trials) -> Gap:
             mean = seen.shares @ seen.sent[name]
             squares = seen.shares @ (seen.sent[variance] + seen.sent[name] ** 2)
             expected = {name: mean, variance: squares - mean**2}
-            gaps.append(distance(expected, seen.server, expected))
+            gaps.append(largest_difference(expected, seen.server, expected))
     return max(gaps)
 
 
-@claim
+@equality
 def server_keeps_the_mean(trials: Trials) -> Gap:
     """Compare the server's memory to the weighted mean of the memory of all clients.
 
@@ -194,16 +194,16 @@ def server_keeps_the_mean(trials: Trials) -> Gap:
         mean: State = {}
         for client, memory in clients.items():
             for place in (place for place in memory if torch.is_tensor(held.get(place))):
-                mean[place] = mean.get(place, 0) + memory[place] * SIZES[client] / sum(SIZES)
+                mean[place] = mean.get(place, 0) + memory[place] * CLIENT_SIZES[client] / sum(CLIENT_SIZES)
         if not mean:
             raise NotApplicable(
                 "no tensor of the server's memory has the name of a tensor of the clients' memory"
             )
-        gaps.append(distance(held, mean, mean))
+        gaps.append(largest_difference(held, mean, mean))
     return max(gaps)
 
 
-@claim
+@equality
 def statistics_of_its_weights(trials: Trials) -> Gap:
     """Check that the server's statistics change if the server's weights change, and only then."""
     second, last = (trials.run(client_lr_schedule=rests_from(3)).rounds[number].server for number in (1, 3))
@@ -211,10 +211,10 @@ def statistics_of_its_weights(trials: Trials) -> Gap:
     moving = trials.run().rounds
     if difference(moving[1].server, moving[3].server, names) is None:
         return inf, "the statistics of rounds 2 and 4, which are equal for different weights"
-    return distance(second, last, names)
+    return largest_difference(second, last, names)
 
 
-@claim
+@equality
 def proximal_term(trials: Trials) -> Gap:
     """Compare two local steps to steps of SGD that add ``mu (theta_i - theta)`` to the gradient.
 
@@ -229,10 +229,10 @@ def proximal_term(trials: Trials) -> Gap:
     plain, pulled = trials.run(**two, bare=True).rounds[0].server, trials.run(**two).rounds[0].server
     names = [name for name in plain if "running" not in name and "num_batches" not in name]
     pull = {name: mu * (first.server[name] - first.broadcast[name]) for name in names}
-    return distance({name: plain[name] - CLIENT_LR * pull[name] for name in names}, pulled, names)
+    return largest_difference({name: plain[name] - CLIENT_LR * pull[name] for name in names}, pulled, names)
 
 
-def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -> Gap:
+def _rounds_apart(first: ObservedRun, second: ObservedRun, names: Sequence[str] | None = None) -> Gap:
     """Return the largest difference between the server states of two runs.
 
     If one run has fewer rounds, its rounds are compared to the last rounds of the other run.
@@ -241,4 +241,4 @@ def _rounds_apart(first: Run, second: Run, names: Sequence[str] | None = None) -
     common = min(len(first.rounds), len(second.rounds))
     pairs = zip(first.rounds[-common:], second.rounds[-common:], strict=True)
     names = names or [name for name, kind in first.kinds.items() if kind != "counter"]
-    return max(distance(one.server, two.server, names) for one, two in pairs)
+    return max(largest_difference(one.server, two.server, names) for one, two in pairs)

@@ -73,7 +73,7 @@ def open_run(mode: str, **init: Any) -> Any:
             )
             run = wandb.init(mode=way, settings=settings, reinit="create_new", **init)
         except Exception as error:  # noqa: BLE001  # an error of W&B must not end training
-            wrong = wrong or in_one_line(error)
+            wrong = wrong or error_in_one_line(error)
             tear_down()
         else:
             if wrong:
@@ -108,7 +108,7 @@ def session_mode(mode: str) -> Any:
     return way
 
 
-def in_one_line(error: Exception) -> str:
+def error_in_one_line(error: Exception) -> str:
     """Return the message of an error as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 

@@ -13,12 +13,17 @@ import yaml
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from fl_lightning.experiments.dashboard import contents
-from fl_lightning.experiments.dashboard.settings import WandbSettings, in_one_line, open_run, tear_down
 from fl_lightning.experiments.run_directory.config_digest import hash_of_run
 from fl_lightning.experiments.run_directory.directory import Attempt
-from fl_lightning.experiments.run_directory.finished import metric_values, read_result
 from fl_lightning.experiments.run_directory.metrics_log import joined, read_metrics
+from fl_lightning.experiments.run_directory.result import metric_values, read_result
+from fl_lightning.experiments.weights_and_biases import contents
+from fl_lightning.experiments.weights_and_biases.settings import (
+    WandbSettings,
+    error_in_one_line,
+    open_run,
+    tear_down,
+)
 from fl_lightning.files import write_text
 from fl_lightning.round.module import FederatedModule
 
@@ -166,4 +171,4 @@ class RoundWandbLogger(WandbLogger):
         except Exception as error:  # noqa: BLE001  # whatever the error, training continues
             self._failed = True
             remedy = f"the run continues without it, all metrics are in {self.attempt.metrics}"
-            print(f"W&B failed: {in_one_line(error)}; {remedy}", file=sys.stderr)
+            print(f"W&B failed: {error_in_one_line(error)}; {remedy}", file=sys.stderr)

@@ -5,7 +5,7 @@ import torch
 from fl_lightning import FederatedCallback
 from fl_lightning.aggregation import Krum, Median
 from fl_lightning.callbacks import FedBN, FixBN
-from fl_lightning.round.messages import sent_vectors
+from fl_lightning.round.client_messages import sent_vectors
 from tests.support.helpers import blobs, small_cnn, train
 
 

@@ -7,7 +7,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fl_lightning.client_data.federated import FederatedDataModule
-from fl_lightning.clients.left_out import left_out
+from fl_lightning.clients.unsaved import unsaved
 from fl_lightning.cohort.client_memory import locate, saved
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.context import RunContext
@@ -33,11 +33,11 @@ def save_run(run: RunContext, checkpoint: dict[str, Any], merged: Mapping[str, T
         "kept": run.evaluation.kept,
         "data": run.data.facts(),
         # the module's own hook may have replaced the dict
-        "left_out": {} if run.strict_loading else left_out(run.model, checkpoint["state_dict"], merged),
+        "unsaved": {} if run.strict_loading else unsaved(run.model, checkpoint["state_dict"], merged),
     }
 
 
-def load_run(
+def restore_run(
     run: RunContext, checkpoint: dict[str, Any], trainer: Any, *, accept_data: bool
 ) -> dict[str, Any]:
     """Load a run from a checkpoint, and return what :func:`save_run` has added.

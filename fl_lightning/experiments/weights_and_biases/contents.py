@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fl_lightning.batch_norm.kinds import state_label
-from fl_lightning.experiments.dashboard.settings import WandbSettings
 from fl_lightning.experiments.run_directory.describe import clients_table
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.run_directory.finished import Result
-from fl_lightning.methods.report import Report
+from fl_lightning.experiments.run_directory.result import Result
+from fl_lightning.experiments.weights_and_biases.settings import WandbSettings
+from fl_lightning.methods.run_report import Report
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import stages_in_words
 

@@ -75,7 +75,7 @@ def test_unreachable_server_turns_the_run_offline_with_one_line(offline, monkeyp
     import wandb
 
     wandb.teardown()
-    monkeypatch.setattr("fl_lightning.experiments.dashboard.settings._INIT_SECONDS", 1.0)
+    monkeypatch.setattr("fl_lightning.experiments.weights_and_biases.settings._INIT_SECONDS", 1.0)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     attempt = run("--trainer.max_epochs", 1).attempt

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.experiments.dashboard.settings import WandbSettings, in_one_line, session_mode
+from fl_lightning.experiments.weights_and_biases.settings import (
+    WandbSettings,
+    error_in_one_line,
+    session_mode,
+)
 from fl_lightning.round.clock import RoundClock
 
 _SENT = ("parameters", "means", "variances")
@@ -123,7 +127,7 @@ def publish(project: str, entity: str | None, metrics: Metrics) -> str:
         raise
     except Exception as error:  # for example a network error
         raise ConfigurationError(
-            f"dashboard: W&B did not save the workspace: {in_one_line(error)}"
+            f"dashboard: W&B did not save the workspace: {error_in_one_line(error)}"
         ) from error
 
 

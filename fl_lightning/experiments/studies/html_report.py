@@ -16,7 +16,7 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
-from fl_lightning.experiments.studies.axis_labels import in_words, short
+from fl_lightning.experiments.studies.axis_labels import labels_in_words, short
 from fl_lightning.experiments.studies.figures import pictures
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import FURTHER, check_columns
@@ -97,7 +97,7 @@ def write_report(
 def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     """Return the values that the template needs for a section of the page."""
     axes, cells = [*results.axes], results.cells
-    runs = [(in_words(row.labels, axes), run) for row in results.rows for run in row.runs]
+    runs = [(labels_in_words(row.labels, axes), run) for row in results.rows for run in row.runs]
     configs: dict[str, Config] = {}
     for label, attempt in ((label, Attempt(Path(run["directory"]))) for label, run in runs):
         if label not in configs and attempt.config.is_file():

@@ -8,7 +8,7 @@ from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.errors import ConfigurationError
 
 
-def left_out(
+def unsaved(
     module: nn.Module, saved: Container[str], merged: Mapping[str, Tensor] | None = None
 ) -> dict[str, str]:
     """Return a digest of each tensor of a module that a checkpoint leaves out, by name.
@@ -28,18 +28,18 @@ def left_out(
     }
 
 
-def check_left_out(module: nn.Module, loaded: Container[str], known: Mapping[str, str]) -> None:
+def check_unsaved(module: nn.Module, loaded: Container[str], known: Mapping[str, str]) -> None:
     """Check that the tensors that a checkpoint leaves out are those of the checkpoint's run.
 
     Args:
         module: The module, with the checkpoint's tensors.
         loaded: Names of the tensors in the checkpoint.
-        known: What :func:`left_out` returned for the checkpoint.
+        known: What :func:`unsaved` returned for the checkpoint.
 
     Raises:
         ConfigurationError: A tensor differs, is missing or is new.
     """
-    found = left_out(module, loaded)
+    found = unsaved(module, loaded)
     for name in {**known, **found}:
         if known.get(name) != found.get(name):
             raise ConfigurationError(

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
-from fl_lightning.experiments.dashboard.contents import callback_settings
-from fl_lightning.experiments.dashboard.logger import RoundWandbLogger
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
+from fl_lightning.experiments.weights_and_biases.contents import callback_settings
+from fl_lightning.experiments.weights_and_biases.logger import RoundWandbLogger
 from tests.support.command_line import run, write_config
 from tests.support.wandb_files import metrics, read_run
 

@@ -10,9 +10,9 @@ import pytest
 from fl_lightning import Segmentation
 from fl_lightning.__main__ import main
 from fl_lightning.cli.dashboard import _metrics
-from fl_lightning.experiments.dashboard.workspace import make_workspace
 from fl_lightning.experiments.run_directory.describe import shown_metrics
 from fl_lightning.experiments.run_directory.directory import Attempt
+from fl_lightning.experiments.weights_and_biases.workspace import make_workspace
 from tests.support.command_line import message_of, run, write_config
 from tests.support.wandb_files import offline_runs, read_run
 

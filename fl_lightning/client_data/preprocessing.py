@@ -1,12 +1,14 @@
-"""Raw inputs: their normalisation, and samples of new files."""
+"""Preprocessing of raw inputs: fitted on training samples, used by the run and by its trained model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+
+from fl_lightning.errors import ConfigurationError, counted
 
 
 class Normalize(nn.Module):
@@ -55,7 +57,7 @@ def channel_normalization(
 
 
 @dataclass
-class TableInputs:
+class Preprocessing:
     """Map from raw features to a model's inputs: fill, scale, and encode categories as one-hot.
 
     All attributes are plain numbers, text, lists and dicts.
@@ -81,6 +83,44 @@ class TableInputs:
     std: Any = None
     dtype: str = "float32"
     decimal: str | None = None
+
+    def fit(self, train: Tensor, standardize: bool) -> None:
+        """Fit all values on the raw features of the training samples, ``[n, ...]``.
+
+        Raises:
+            ConfigurationError: All training samples miss a value, or features to be scaled are
+                integers.
+        """
+        codes = {name: self.columns.index(name) for name in self.categories}
+        if self.impute is not None and train.is_floating_point():
+            train = train.double()
+            self.fill = self._filled(train.flatten(1).numpy(), [*codes.values()], train.shape[1:])
+            train = self._fill(train)
+        for name, column in codes.items():
+            seen = set(train[:, column].tolist())
+            self.categories[name] = [x if i in seen else None for i, x in enumerate(self.categories[name])]
+        if standardize:
+            if not train.is_floating_point():
+                raise ConfigurationError(
+                    f"data.standardize: features are {train.dtype}; give features of floating point, or standardize: false"
+                )
+            mean, std = train.double().mean(0), train.double().std(0, correction=0)
+            for column in codes.values():
+                mean[column], std[column] = 0, 1
+            self.mean, self.std = mean.tolist(), std.where(std > 0, 1).tolist()
+
+    def _filled(self, train: Any, codes: Sequence[int], shape: Sequence[int]) -> Any:
+        from sklearn.impute import SimpleImputer  # this import takes seconds
+
+        fill = SimpleImputer(strategy=self.impute).fit(train).statistics_
+        if codes:
+            fill[codes] = SimpleImputer(strategy="most_frequent").fit(train[:, codes]).statistics_
+        if len(empty := np.isnan(fill).nonzero()[0]):
+            name = self.columns[empty[0]] if self.columns else f"feature {empty[0]}"
+            raise ConfigurationError(
+                f"data.impute: {self.impute} of {name} is not defined, because each training sample misses the value; leave the column out"
+            )
+        return fill.reshape(shape).tolist()
 
     def inputs(self, features: Tensor) -> Tensor:
         """Return the inputs of a model for raw features ``[N, ...]``.
@@ -112,6 +152,22 @@ class TableInputs:
             return features
         return torch.where(features.isnan(), features.new_tensor(self.fill), features)
 
+    def describe(self, features: Tensor) -> list[str]:
+        """Return sentences about values of a table's raw features that were not given or not known."""
+        if not self.columns:
+            return []
+        is_category = torch.tensor([name in self.categories for name in self.columns])
+        missing, notes = features.isnan(), []
+        for words, where in (
+            (f"missing values, replaced by {self.impute}", missing & ~is_category),
+            ("missing values, replaced by the most frequent category", missing & is_category),
+            ("values that are no category", (features == -1) & is_category),
+        ):
+            numbers = zip(self.columns, where.sum(0).tolist(), strict=True)
+            if counts := {name: number for name, number in numbers if number}:
+                notes.append(f"{words} of the training samples: {counted(counts)} of {len(features)} samples")
+        return notes
+
 
 class PreparedTable(nn.Module):
     """Layer that maps raw features to a model's inputs.
@@ -120,7 +176,7 @@ class PreparedTable(nn.Module):
         table: The map.
     """
 
-    def __init__(self, table: TableInputs) -> None:
+    def __init__(self, table: Preprocessing) -> None:
         super().__init__()
         self.table = table
 
@@ -129,23 +185,13 @@ class PreparedTable(nn.Module):
         return self.table.inputs(features)
 
 
-@dataclass(frozen=True)
-class NewSamples(Dataset[tuple[Tensor, Tensor | None]]):
-    """Samples of a file that is no part of a run's data. The index is a slice.
+def restored_preprocessing(facts: Mapping[str, Any] | None) -> nn.Module:
+    """Return the layer that prepares raw inputs as the run did.
 
-    Attributes:
-        unit: Word for the place of a sample, such as ``"line"``.
-        places: Place of each sample in the file.
-        inputs: Function that returns the raw inputs of a slice of the samples.
-        targets: Target of each sample ``[N, ...]``; None if they are not read.
-        notes: Sentences about the samples, for the user.
+    Args:
+        facts: The preprocessing in a checkpoint: arguments of :class:`Preprocessing` for tables, or
+            of :class:`Normalize`. None: inputs are used as they are.
     """
-
-    unit: str
-    places: Sequence[str | int]
-    inputs: Callable[[slice], Tensor]
-    targets: Tensor | None = None
-    notes: Sequence[str] = ()
-
-    def __getitem__(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        return self.inputs(part), None if self.targets is None else self.targets[part]
+    if facts is None:
+        return nn.Identity()
+    return PreparedTable(Preprocessing(**facts)) if "columns" in facts else Normalize(**facts)

@@ -1,4 +1,4 @@
-"""Broken in a formula, so that a claim of the method does not hold."""
+"""Broken in a formula, so that an equality of the method does not hold."""
 
 import torch
 
@@ -74,11 +74,11 @@ class WithinClientsOnly(FBN):
 
 @fails("own_twin", "centralised_bn")
 class ForwardOnlyTAN(FedTAN):
-    """Exchanges statistics and not their gradients, and claims as much as the method that does both."""
+    """Exchanges statistics and not their gradients, and promises as much as the method that does both."""
 
     def __init__(self):
         super().__init__(backward="own")
-        self.claims = FedTAN.claims
+        self.equalities = FedTAN.equalities
 
 
 @fails("weights_of_fedavg", "fedavg_on_identical_clients", "one_client_is_plain_training", "learning rate 0")
@@ -131,7 +131,7 @@ class FedBNTakesOneStepMore(FedBN):
 class StopsWithOneClient(FederatedCallback):
     """Trains one client for two rounds, and then says that it does not."""
 
-    claims = ("one_client_is_plain_training",)
+    equalities = ("one_client_is_plain_training",)
 
     def on_round_start(self, trainer, pl_module, cohort):
         if len(cohort) == 1 and cohort.round == 3:

@@ -14,9 +14,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from fl_lightning import ConfigurationError
+from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.datamodules import TensorData
-from fl_lightning.datamodules.preprocessing import Preprocessing
-from fl_lightning.datamodules.tables import read_frame
+from fl_lightning.datamodules.tables import raw_features, read_frame
 
 NUMBERS = ["age", "dose"]
 
@@ -42,7 +42,7 @@ def patients(count=120):
 
 def transformed(preprocessing, table, path):
     """The inputs of a model for the rows of a table."""
-    return preprocessing.inputs(torch.from_numpy(preprocessing.raw(table, path)))
+    return preprocessing.inputs(torch.from_numpy(raw_features(preprocessing, table, path)))
 
 
 def write(table, form, path):
@@ -151,7 +151,7 @@ def test_categories_that_no_training_sample_has_are_all_zero():
 )
 def test_a_new_table_that_does_not_fit_is_named(new, words):
     with pytest.raises(ConfigurationError, match=words):
-        Preprocessing(NUMBERS).raw(pd.DataFrame(new), Path("new.csv"))
+        raw_features(Preprocessing(NUMBERS), pd.DataFrame(new), Path("new.csv"))
 
 
 def test_the_fitted_values_are_plain_and_survive_a_pickle():
@@ -249,7 +249,7 @@ def test_none_is_a_word_in_a_column_of_words():
     categories = {"pain": ["mild", "severe"], "grade": ["1", "2"]}
     preprocessing = Preprocessing(["pain", "grade"], categories, "median", fill=[1.0, 0.0])
     table = pd.DataFrame({"pain": ["none", "NA", "mild"], "grade": ["none", "3", "2"]})
-    raw = torch.from_numpy(preprocessing.raw(table, Path("new.csv")))
+    raw = torch.from_numpy(raw_features(preprocessing, table, Path("new.csv")))
     assert raw[:, 0].nan_to_num(-9).tolist() == [-1, -9, 0]
     assert raw[:, 1].nan_to_num(-9).tolist() == [-9, -1, 1]
     assert preprocessing.describe(raw) == [

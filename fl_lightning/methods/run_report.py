@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Rows = Sequence[Mapping[str, float]]
+MetricRows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``. A row maps the names of a round's metrics to their values."""
 
 Drawing = Callable[[Sequence[str]], "Figure"]
@@ -50,7 +50,7 @@ class Report:
         [[0, 5], [1, 7]]
     """
 
-    def figures(self, rows: Rows) -> Mapping[str, Drawing]:
+    def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return a drawing function for each figure, keyed by the figure's name.
 
         Args:

@@ -1,0 +1,135 @@
+"""``load_model``: the model of a run, outside of the run."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from fl_lightning.cli.command_line import build
+from fl_lightning.cli.messages import refusals
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
+from fl_lightning.experiments.run_directory.config_digest import full_name
+from fl_lightning.experiments.run_directory.load_run import load_run
+from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _RecalledData
+from fl_lightning.files import user_path
+from fl_lightning.methods.local_state import LocalState
+from fl_lightning.methods.personal_evaluation import PersonalEvaluation
+from fl_lightning.round.declarations import in_order
+
+_KEPT = ("accelerator", "precision", "callbacks", "limit_predict_batches")
+_QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def load_model(
+    run: str | os.PathLike[str], checkpoint: str = "best", client: str | None = None
+) -> TrainedModel:
+    """Load the model of a run. The run's data are not needed.
+
+    ::
+
+        model = load_model("runs/mine/1f0c9a7e-s0")
+        scores = model(torch.tensor([[63.0, 2.5]]))  # raw features, as in the table
+        model.class_names[scores.argmax()]
+
+    Args:
+        run: The run directory, or the folder ``runs/NAME`` of a single run.
+        checkpoint: ``"last"``, ``"best"``, or the path of a checkpoint. If the run has monitored no
+            metric, ``"best"`` is the last checkpoint.
+        client: Name of a client, or its id if the clients have no names. Only with a method that
+            gives each client a separate model, such as ``FedBN``. Default: the server's model.
+
+    Returns:
+        The model in eval mode on the CPU. It normalises raw inputs, and has ``class_names``.
+
+    Raises:
+        ConfigurationError: There is no such run, checkpoint or client, the client has never
+            trained, or a class that the run's ``config.yaml`` names cannot be made.
+    """
+    with refusals():
+        return RestoredRun(run, checkpoint, client).model()
+
+
+class RestoredRun:
+    """A run's module with the state of a checkpoint, and a trainer without methods.
+
+    Args:
+        run: The run directory, or the folder of a single run.
+        checkpoint: ``"last"``, ``"best"``, or the path of a checkpoint.
+        client: Name of the client whose model is restored; None for the server's model.
+        own_data: Whether to restore the run's data module (default False).
+
+    Attributes:
+        data: What the checkpoint knows about the run's data.
+        own_data: The run's data module; None unless it is asked for, or the client's model needs it.
+    """
+
+    own_data: Any = None
+
+    def __init__(
+        self, run: str | os.PathLike[str], checkpoint: str, client: str | None, own_data: bool = False
+    ) -> None:
+        runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
+        self.run = load_run(runs[0] if len(runs) == 1 else run)
+        best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
+        named = {"best": best if best.is_file() else last, "last": last}
+        self.path = named.get(checkpoint) or user_path("checkpoint", checkpoint)
+        if self.path.is_file() and self.path.resolve().parent != last.parent.resolve():
+            raise ConfigurationError(
+                f"checkpoint: {self.path} is no checkpoint of the run {self.run.path}; give one in {last.parent}, or its own run"
+            )
+        kind, arguments = full_name(_RecalledData), {"checkpoint": str(self.path)}
+        self.data: _RecalledData = self._restore({"class_path": kind, "init_args": arguments})
+        number = None if client is None else self.data.client_number(client)
+        if client is not None and self.personal is None:
+            raise ConfigurationError(
+                f"client: {client}, but all clients of {self.run.path} use the server's model; leave client out"
+            )
+        fine_tunes = client is not None and not isinstance(self.personal, LocalState)
+        if own_data or fine_tunes:
+            self.own_data = self._restore(self.run.config["data"])
+        if number is None or self.personal is None:
+            return
+        if fine_tunes:  # the client's model is trained on the client's data
+            self.own_data.setup("fit")
+        # configure_optimizers, which decides the layout, may use the trainer
+        self.module.client.attach(max(int(self.run.config["trainer"]["max_epochs"]), 1))
+        of_server = self.module.model.state_dict()
+        own_state = self.personal.state_of_client(self.module, number)
+        absent = isinstance(self.personal, LocalState) and number not in self.personal.memory
+        if absent and any(not torch.equal(x, of_server[name].cpu()) for name, x in own_state.items()):
+            raise ConfigurationError(
+                f"client: {client} has trained in no round up to {self.data.round}, so its own state is that before training, which does not "
+                "fit the server's weights; leave client out to use the server's model"
+            )
+        self.module.model.load_state_dict(own_state, strict=False)
+
+    def _restore(self, data: Any) -> Any:
+        """Make the run's objects with these data, load the checkpoint, and return the data module."""
+        kept = {x: self.run.config["trainer"][x] for x in _KEPT if x in self.run.config["trainer"]}
+        with TemporaryDirectory() as folder, isolate_rng():
+            file = Path(folder) / "config.yaml"
+            changes = {"data": data, "trainer": kept, "threads": None}
+            file.write_text(yaml.safe_dump({**self.run.config, **changes}))
+            cli = build(["--config", str(file)])
+            given = vars(cli.config_init.fit.trainer)
+            methods = in_order(as_list(given["callbacks"]))
+            device = "cpu" if on_cpu(given["accelerator"]) else "auto"
+            used = {**_QUIET, "accelerator": device, "precision": given["precision"]}
+            self.limit = given["limit_predict_batches"]
+            writers = [x for x in as_list(given["callbacks"]) if isinstance(x, BasePredictionWriter)]
+            self.module, self.trainer = cli.model, make_trainer(used, callbacks=writers)
+            self.personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
+            restored = [*methods, cli.config_init.fit.checkpoint]
+            restoring = make_trainer(used, callbacks=restored, limit_predict_batches=0)
+            restoring.predict(self.module, datamodule=cli.datamodule, ckpt_path=str(self.path))
+        return cli.datamodule
+
+    def model(self) -> TrainedModel:
+        """Return the model on the CPU, in eval mode, with its preprocessing."""
+        return TrainedModel(self.module.model.cpu(), self.data.normalized, self.data.class_names).eval()

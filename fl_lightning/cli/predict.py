@@ -1,0 +1,138 @@
+"""The commands ``predict RUN [FILE]``, ``test RUN FILE`` and ``export RUN``."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.cli.load_model import RestoredRun
+from fl_lightning.cli.messages import command
+from fl_lightning.cli.mistakes import imported
+from fl_lightning.cli.options import CommandParser
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.predictions import write_predictions, write_rows
+from fl_lightning.files import atomic_write, unused, user_file, user_path
+
+_DESCRIPTION = """\
+Use a run's model on new data. predict writes a line for each sample of FILE, a table, .npz, .pt or folder of images in the
+form of the run's data. Without FILE, it predicts the run's test data. test prints the metrics on a FILE with targets.
+export writes the model as one file that takes raw inputs and needs no fl_lightning: for torch.export.load, or for ONNX if
+--output ends with .onnx."""
+
+
+def main(args: Sequence[str]) -> None:
+    """Predict or test samples, or export a model.
+
+    Args:
+        args: ``predict``, ``test`` or ``export``, and the arguments after it.
+
+    Raises:
+        ConfigurationError: The run, the checkpoint, the client or the file cannot be used.
+    """
+    act, *given = args
+    with command():
+        parser = CommandParser(act, _DESCRIPTION)
+        parser.add_argument("run", metavar="RUN", help="run directory, or folder runs/NAME of a single run")
+        if act != "export":
+            words = "samples in the form of the run's data"
+            may_lack = act == "predict"
+            words += " (default: the run's test data)" if may_lack else ""
+            parser.add_argument("file", metavar="FILE", nargs="?" if may_lack else None, help=words)
+        words = "best, last, or the path of a checkpoint (default: best, or last if no metric is monitored)"
+        parser.add_argument("--checkpoint", default="best", help=words)
+        parser.add_argument("--client", metavar="NAME", help="use the client's model, as in FedBN")
+        if act != "test":
+            parser.add_argument("--output", metavar="FILE", help="default: a file in the run directory")
+        options = parser.parse_args(given)
+        own_data = act == "predict" and options.file is None
+        restored = RestoredRun(options.run, options.checkpoint, options.client, own_data)
+        whose = "server" if options.client is None else options.client
+        print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
+        if restored.personal is not None and options.client is None:
+            kind = type(restored.personal).__name__
+            print(f"with {kind}, each client uses a model of its own: choose it by --client NAME")
+        words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
+        words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
+        if act == "export":
+            _export(restored, options.output or restored.run.path / f"model_{words}.pt2")
+        elif own_data:
+            _predict_test_data(restored, options.output or restored.run.path / f"predictions_{words}")
+        else:
+            place = options.output if act == "predict" else None
+            _use_file(restored, user_path("file", options.file), words, act, place)
+
+
+def _use_file(restored: RestoredRun, file: Path, words: str, act: str, output: str | None) -> None:
+    """Test the samples of a file, or write their predictions."""
+    config = restored.run.config["data"]
+    if act == "test":
+        _refuse_trained(file, config.get("init_args", {}))
+    new_samples = imported(config["class_path"], "data").new_samples
+    samples = restored.data.samples = new_samples(file, restored.data, act == "test")
+    for note in samples.notes:
+        print(note)
+    if act == "test":
+        print(f"{len(samples.places):,} samples of {file}", flush=True)
+        restored.trainer.test(restored.module, datamodule=restored.data)
+        return
+    outputs = _outputs(restored, restored.data)
+    names = None if restored.module.client.predicts else restored.data.class_names
+    place = output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
+    print(write_rows(user_file("output", place), samples, outputs, names))
+
+
+def _predict_test_data(restored: RestoredRun, output: str | Path) -> None:
+    """Write predictions of the run's test data, or of its ``predict_dataloader``."""
+    data, path = restored.own_data, user_file("output", output)
+    restored.trainer.limit_predict_batches = 1.0 if restored.limit is None else restored.limit
+    outputs = _outputs(restored, data)
+    batches: Iterable[Any] = data.predict_dataloader()
+    if isinstance(batches, list):  # the loaders of all clients
+        batches = chain.from_iterable(batches)
+    # with limit_predict_batches, the last batches have no predictions
+    batches = islice(batches, len(outputs))
+    path = path.with_suffix("") if path.suffix == ".csv" else path
+    print(write_predictions(path, outputs, batches, data, restored.module.client.predicts))
+
+
+def _outputs(restored: RestoredRun, data: Any) -> list[Any]:
+    raw: list[Any] = restored.trainer.predict(restored.module, datamodule=data) or []
+    loaders = restored.trainer.predict_dataloaders
+    if isinstance(loaders, list) and len(loaders) > 1:
+        raw = [*chain.from_iterable(raw)]
+    return raw if restored.module.client.predicts else [*map(restored.module.task.scores, raw)]
+
+
+def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:
+    own = Path(str(settings.get("features") or settings.get("data_dir"))).expanduser()
+    trained = own / "train" if (own / "train").is_dir() else own
+    is_copy = file.is_file() and own.is_file() and file.read_bytes() == own.read_bytes()
+    inside = trained.is_dir() and trained.resolve() in file.resolve().parents
+    if is_copy or inside or file.resolve() in (own.resolve(), trained.resolve()):
+        raise ConfigurationError(
+            f"test: {file} holds samples that trained the model; give others, or use test --config for the run's test data"
+        )
+
+
+def _export(restored: RestoredRun, output: str | Path) -> None:
+    model, shape = restored.model(), restored.data.input_shape
+    path = unused(user_file("output", output))
+    if shape is None:
+        raise ConfigurationError(
+            f"export: the data of {restored.run.path} have no input_shape; define it in the data module, or export load_model(RUN)"
+        )
+    program = torch.export.export(
+        model, (torch.zeros(2, *shape),), dynamic_shapes=[{0: torch.export.Dim("samples")}]
+    )
+    if path.suffix == ".onnx":
+        torch.onnx.export(program, verbose=False).save(path)  # type: ignore[union-attr]  # a program, without a file
+    else:
+        with atomic_write(path) as file:
+            table = getattr(model.normalize, "table", None)
+            names = {} if table is None else {"columns": table.columns, "categories": table.categories}
+            facts = {"class_names": "\n".join(model.class_names or []), "inputs": json.dumps(names)}
+            torch.export.save(program, file, extra_files=facts)
+    print(f"model written to {path}")
