@@ -8,10 +8,12 @@ from pathlib import Path
 
 import house
 import pytest
+import yaml
 
 import fl_lightning
 from fl_lightning.cli.early_checks import SETTINGS, check_files
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.files import shipped
 from tests.support.written_runs import write_run
 
 HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numpy", "sklearn", "wandb"}
@@ -228,3 +230,14 @@ def test_help_of_one_class_names_its_settings(capsys):
         main(["fit", "--trainer.callbacks.help", "FixBN"])
     assert stop.value.code in (0, None)
     assert "freeze_round" in capsys.readouterr().out
+
+
+def test_the_early_check_the_messages_and_the_parser_read_a_file_once(monkeypatch):
+    from fl_lightning.cli.command_line import resolve
+
+    Path("once.yaml").write_text("# read once\n" + shipped("configs/quickstart.yaml").read_text())
+    texts, load = [], yaml.load
+    monkeypatch.setattr(yaml, "load", lambda text, loader: texts.append(text) or load(text, loader))
+    check_files(["fit", "--config", "once.yaml"])
+    assert resolve(["--config", "once.yaml"])["trainer"]["max_epochs"] > 1
+    assert texts.count(Path("once.yaml").read_text()) == 1
