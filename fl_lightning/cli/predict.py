@@ -1,7 +1,7 @@
 """The commands ``predict RUN [FILE]``, ``test RUN FILE`` and ``export RUN``."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -78,32 +78,32 @@ def _use_file(restored: RestoredRun, file: Path, words: str, act: str, output: s
         print(f"{len(samples.places):,} samples of {file}", flush=True)
         restored.trainer.test(restored.module, datamodule=restored.data)
         return
-    outputs = _outputs(restored, restored.data)
+    outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
     names = None if restored.module.client.predicts else restored.data.class_names
     place = output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
-    print(write_rows(user_file("output", place), samples, outputs, names))
+    print(write_rows(user_file("output", place), samples, _scores(restored, outputs), names))
 
 
 def _predict_test_data(restored: RestoredRun, output: str | Path) -> None:
     """Write predictions of the run's test data, or of its ``predict_dataloader``."""
     data, path = restored.own_data, user_file("output", output)
     restored.trainer.limit_predict_batches = 1.0 if restored.limit is None else restored.limit
-    outputs = _outputs(restored, data)
-    batches: Iterable[Any] = data.predict_dataloader()
-    if isinstance(batches, list):  # the loaders of all clients
-        batches = chain.from_iterable(batches)
-    # with limit_predict_batches, the last batches have no predictions
-    batches = islice(batches, len(outputs))
+    parts: list[Any] = restored.trainer.predict(restored.module, datamodule=data) or []
+    loaders = data.predict_dataloader()
+    if not isinstance(loaders, list):
+        loaders = [loaders]
+    if len(loaders) == 1:  # several loaders: those of all clients
+        parts = [parts]
+    # with limit_predict_batches, the last batches of each loader have no predictions
+    batches = [islice(loader, len(part)) for loader, part in zip(loaders, parts, strict=True)]
+    outputs = _scores(restored, [*chain.from_iterable(parts)])
     path = path.with_suffix("") if path.suffix == ".csv" else path
-    print(write_predictions(path, outputs, batches, data, restored.module.client.predicts))
+    own = restored.module.client.predicts
+    print(write_predictions(path, outputs, chain.from_iterable(batches), data, own))
 
 
-def _outputs(restored: RestoredRun, data: Any) -> list[Any]:
-    raw: list[Any] = restored.trainer.predict(restored.module, datamodule=data) or []
-    loaders = restored.trainer.predict_dataloaders
-    if isinstance(loaders, list) and len(loaders) > 1:
-        raw = [*chain.from_iterable(raw)]
-    return raw if restored.module.client.predicts else [*map(restored.module.task.scores, raw)]
+def _scores(restored: RestoredRun, outputs: list[Any]) -> list[Any]:
+    return outputs if restored.module.client.predicts else [*map(restored.module.task.scores, outputs)]
 
 
 def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:

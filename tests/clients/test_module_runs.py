@@ -230,6 +230,19 @@ def test_clients_own_data_are_evaluated_and_predicted_where_there_is_no_server(o
     assert "14 predictions written to" in capsys.readouterr().out
 
 
+def test_with_a_limit_the_first_batches_of_each_clients_data_are_predicted(own_module):
+    limit = ["--trainer.limit_predict_batches", "1"]
+    main(["fit", "--config", "tiny.yaml", "--data.server", "false", *limit])
+    (folder,) = Path("runs").glob("*/*s0")
+    main(["predict", str(folder)])
+    (file,) = folder.glob("predictions_*.csv")
+    sites = [Site(0), Site(1)]
+    for site in sites:
+        site.setup("test")
+    expected = torch.cat([site.held_out.tensors[1][:3] for site in sites]).tolist()
+    assert pd.read_csv(file)["target"].tolist() == expected
+
+
 @pytest.mark.parametrize(("metric", "best"), [("val_loss", min), ("val_acc", max)])
 @pytest.mark.slow
 def test_a_study_chooses_by_a_logged_name_and_tabulates_it(own_module, monkeypatch, metric, best):
