@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.contenders import Timing
 from benchmarks.workloads import Workload
+from fl_lightning.cores import usable_cores
 
 Process = subprocess.Popen[str]
 
@@ -57,11 +58,6 @@ class Compute:
         timing.total.wall *= share
         timing.total.cpu *= share
         return timing
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _start(kind: str, model_name: str) -> Process:

@@ -9,7 +9,7 @@ from benchmarks.contenders import COMPILED, EXECUTORS, GRAPHS, OURS, RANKED, Con
 from benchmarks.recipe import make_model
 from benchmarks.workloads import SyntheticImages, Workload
 from fl_lightning import SequentialExecutor
-from fl_lightning.execution.choice import cores_of_a_run
+from fl_lightning.cores import cores_of_a_run
 
 PEERS = {"pfl": "pfl", "fluke": "fluke-fl", "byzfl": "byzfl", "flower": "flwr"}
 """Package of each other framework, by its name here; ``benchmarks/peers`` has a file for each."""

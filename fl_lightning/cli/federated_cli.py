@@ -23,6 +23,7 @@ from fl_lightning.experiments.run.trainer import MOST_THREADS, as_list, make_tra
 from fl_lightning.experiments.run.training import Training, has_progress_bar
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.ckpt_path import find_checkpoint
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.weights_and_biases.settings import WandbSettings
 from fl_lightning.round.hooks import extend_model
@@ -208,7 +209,7 @@ class FederatedCLI(LightningCLI):
             self.training = training
             self.held.enter_context(training.prepare(settings, config.wandb, ckpt_path, config.weights_only))
             return training.trainer
-        path = training.found(ckpt_path)
+        path = find_checkpoint(training.directory, ckpt_path)
         if path is None:
             raise ConfigurationError(
                 f"ckpt_path: {self.subcommand} needs a trained model; use --ckpt_path last or a file"

@@ -199,7 +199,7 @@ class RoundCohort(Cohort):
             samples: Number of training samples that each client of the entire cohort has processed.
             weigh_samples: Whether to make the aggregation weights proportional to ``samples``.
         """
-        self._skipped.restore_rows(part)
+        self._skipped.restore_rows(part, part._optimizer)
         self.ranks.complete([*self._state(), self.losses, *self.extra.values()])
         self._over, self.step, self.samples = True, max(self.local_steps) - 1, list(samples)
         self.losses = self.losses / torch.tensor(self.local_steps, device=self.losses.device)
@@ -357,7 +357,7 @@ class RoundCohort(Cohort):
             for row in self.active_rows():
                 self._optimizer.step_of(self, row)
         else:
-            self._skipped.step(self)
+            self._skipped.step(self, self._optimizer)
 
     def finish_step(self, step: int, last: int) -> None:
         """Save the state of clients that finish their local steps with ``step``.
@@ -366,4 +366,4 @@ class RoundCohort(Cohort):
             step: The local step.
             last: The round's last local step. After this step, no state needs to be saved.
         """
-        self._skipped.finish_step(self, step, last)
+        self._skipped.finish_step(self, self._optimizer, step, last)

@@ -1,12 +1,11 @@
 """Mask of the local steps: state that the client optimizer must not change."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.cohort.cohort import Cohort
+from fl_lightning.optimizers.client import ClientOptimizer
 
 Mask = Mapping[int, Collection[str] | None]
 """Names of masked parameters by row. None means the entire row, with its buffers."""
@@ -45,30 +44,29 @@ class SkippedSteps:
         """Return the names of a row's masked parameters in this step."""
         return self._names.get(row, [])
 
-    def gradients_written(self, cohort: "RoundCohort") -> None:
+    def gradients_written(self, cohort: Cohort) -> None:
         """Note that the backward passes have written the gradients."""
         self._versions = _versions(cohort)
 
-    def step(self, cohort: "RoundCohort") -> None:
+    def step(self, cohort: Cohort, optimizer: ClientOptimizer) -> None:
         """Take one step of the client optimizer for all rows, except for masked parameters.
 
         Raises:
             ConfigurationError: The optimizer counts steps, but a parameter was masked in an earlier
                 step, or counts are kept between rounds.
         """
-        mask = self._of_step(cohort)
-        saved = _save(cohort, mask)
-        cohort.client_optimizer.step()
-        _restore(cohort, mask, saved)
+        mask = self._of_step(cohort, optimizer)
+        saved = _save(cohort, optimizer, mask)
+        optimizer.step()
+        _restore(cohort, optimizer, mask, saved)
 
-    def _of_step(self, cohort: "RoundCohort") -> Mask:
+    def _of_step(self, cohort: Cohort, optimizer: ClientOptimizer) -> Mask:
         # if nothing has written to the gradients since the backward passes, the CPU need not wait for values
         written = self._versions != _versions(cohort)
         mask = {
             row: {name for name in names if not (written and cohort.grads.row(row)[name].any())}
             for row, names in self._names.items()
         }
-        optimizer = cohort.client_optimizer
         for row, earlier in self._earlier.items():
             if cohort.step < cohort.local_steps[row] and (again := earlier - mask.get(row, set())):
                 optimizer.refuse_other_counts(min(again))
@@ -78,39 +76,39 @@ class SkippedSteps:
                 optimizer.refuse_other_counts(min(names))
         return {row: names for row, names in mask.items() if names}
 
-    def finish_step(self, cohort: "RoundCohort", step: int, last: int) -> None:
+    def finish_step(self, cohort: Cohort, optimizer: ClientOptimizer, step: int, last: int) -> None:
         """Mask the rows that take their last local step with ``step``.
 
         If ``step`` equals ``last``, the last local step of the round, no state needs to be saved.
         """
         if step < last:
             done = [row for row, steps in enumerate(cohort.local_steps) if step + 1 == steps]
-            self._rows |= _save(cohort, dict.fromkeys(done))
+            self._rows |= _save(cohort, optimizer, dict.fromkeys(done))
 
-    def restore_rows(self, cohort: "RoundCohort") -> None:
+    def restore_rows(self, cohort: Cohort, optimizer: ClientOptimizer) -> None:
         """Restore the rows that :meth:`finish_step` has masked."""
-        _restore(cohort, dict.fromkeys(row for _, row, _ in self._rows), self._rows)
+        _restore(cohort, optimizer, dict.fromkeys(row for _, row, _ in self._rows), self._rows)
 
 
-def _versions(cohort: "RoundCohort") -> list[int]:
+def _versions(cohort: Cohort) -> list[int]:
     return [block._version for block in cohort.grads.blocks.values()]
 
 
-def _save(cohort: "RoundCohort", mask: Mask) -> dict[Place, Tensor]:
-    return {place: view.clone() for place, view in _views(cohort, mask)}
+def _save(cohort: Cohort, optimizer: ClientOptimizer, mask: Mask) -> dict[Place, Tensor]:
+    return {place: view.clone() for place, view in _views(cohort, optimizer, mask)}
 
 
-def _restore(cohort: "RoundCohort", mask: Mask, saved: Mapping[Place, Tensor]) -> None:
-    for place, view in _views(cohort, mask):
+def _restore(cohort: Cohort, optimizer: ClientOptimizer, mask: Mask, saved: Mapping[Place, Tensor]) -> None:
+    for place, view in _views(cohort, optimizer, mask):
         if place in saved:
             view.copy_(saved[place])
         else:  # a state that the optimizer has created since
             view.zero_()
 
 
-def _views(cohort: "RoundCohort", mask: Mask) -> Iterator[tuple[Place, Tensor]]:
+def _views(cohort: Cohort, optimizer: ClientOptimizer, mask: Mask) -> Iterator[tuple[Place, Tensor]]:
     """Yield the masked parameters, buffers and optimizer states."""
-    states = cohort.client_optimizer.states(create=False) if mask else {}
+    states = optimizer.states(create=False) if mask else {}
     of_optimizer = {key: cohort.optimizer_rows(blocks) for key, blocks in states.items()}
     for key, rows in {"": cohort.params, **of_optimizer, "buffer": cohort.buffers}.items():
         for row, names in mask.items():

@@ -1,8 +1,5 @@
-"""Choice of the default executor and the default number of ranks."""
+"""Choice of the default executor."""
 
-import os
-from math import ceil
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,12 +7,9 @@ import torch
 from fl_lightning.clients.task import ClientTask
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.compiling import custom_layer, is_custom
-from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.graphs import GraphExecutor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class ExecutorChoice(NamedTuple):
@@ -63,33 +57,3 @@ def _custom_code(task: ClientTask) -> str | None:
     if is_custom(task.loss) or is_custom(type(task).client_loss):
         return "a custom loss"
     return None
-
-
-def cpu_ranks() -> int:
-    """Return the largest number of ranks that a run uses by default on CPUs.
-
-    This is the number of cores that a run may use, or 1 if this process cannot fork.
-    """
-    return 1 if cannot_fork() else cores_of_a_run()
-
-
-def cores_of_a_run() -> int:
-    """Return the number of cores that a run may use.
-
-    This is :func:`usable_cores`, or ``OMP_NUM_THREADS`` if that number is smaller.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return min(usable_cores(), int(threads)) if threads.isdecimal() and int(threads) else usable_cores()
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use.
-
-    The CPU affinity of the process and the CPU quota of its cgroup limit this number.
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _QUOTA.read_text().split()
-        return max(1, min(allowed, ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # without a quota, the file is missing or contains "max"
-        return allowed

@@ -36,12 +36,13 @@ from fl_lightning.randomness import isolated
 from fl_lightning.recorded import Recorded
 from fl_lightning.round import hooks
 from fl_lightning.round.against_copies import compare_with_copies
+from fl_lightning.round.combinations import check_together
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.evaluation_loop import EvaluationLoop
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.first_steps import check_first_steps
 from fl_lightning.round.plan import RoundPlan, Weighting, check_local_work, cohort_size, require_clients
-from fl_lightning.round.policy import check_together, declared_parts
+from fl_lightning.round.policy import declared_parts
 from fl_lightning.round.record import RunRecord
 from fl_lightning.round.round import communication_round, skip_round
 from fl_lightning.round.saved_run import restore_run, save_run

@@ -17,7 +17,8 @@ from fl_lightning.recorded import describe
 from fl_lightning.verification.certificate import Certificate
 from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
 from fl_lightning.verification.equalities import BITWISE, EQUALITIES
-from fl_lightning.verification.rules import REMEDIES, RULES, Rule, beside_fedavg
+from fl_lightning.verification.rules import REMEDIES, RULES, Rule
+from fl_lightning.verification.rules.compare_runs import beside_fedavg
 from fl_lightning.verification.trials import Trials
 
 NEEDED = ("trains", "runs repeat")

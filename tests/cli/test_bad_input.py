@@ -6,7 +6,7 @@ import pytest
 
 from fl_lightning import errors
 from fl_lightning.cli.command_line import main
-from fl_lightning.execution.choice import usable_cores
+from fl_lightning.cores import usable_cores
 from tests.support.command_line import attempts, message_of, run, write_config
 
 DATA = "--data.init_args."

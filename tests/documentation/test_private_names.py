@@ -34,7 +34,7 @@ IMPORTED = {
     "torch._inductor.cpp_builder.get_cpp_compiler": "execution/compiling",
     "torch._subclasses.FakeTensorMode": "execution/compiling",
     "torch.distributed.distributed_c10d._get_default_store": "ranks",
-    "torch.nn.modules.batchnorm._BatchNorm": "batch_norm/layers batch_norm/swapping experiments/run_directory/describe round/context verification/rules",
+    "torch.nn.modules.batchnorm._BatchNorm": "batch_norm/layers batch_norm/swapping experiments/run_directory/describe round/context verification/rules/local_steps",
     "torch.nn.modules.dropout._DropoutNd": "models/dropout",
     "torch.nn.modules.instancenorm._InstanceNorm": "experiments/run_directory/describe",
     "torch.nn.utils.parametrizations._SpectralNorm": "round/server_update",
@@ -52,12 +52,12 @@ IMPORTED = {
 }
 OF_OBJECTS = {
     "torch.nn.Module": {
-        "_backward_hooks": "round/first_steps verification/rules",
+        "_backward_hooks": "round/first_steps verification/rules/local_steps",
         "_buffers": "clients/changes clients/lightning_module cohort/slots",
         "_call_impl": "execution/sequential",
         "_compiled_call_impl": "execution/compiling",
-        "_forward_hooks": "execution/choice verification/rules",
-        "_forward_pre_hooks": "execution/choice round/server_update verification/rules",
+        "_forward_hooks": "execution/choice verification/rules/local_steps",
+        "_forward_pre_hooks": "execution/choice round/server_update verification/rules/local_steps",
         "_modules": "clients/changes",
         "_non_persistent_buffers_set": "batch_norm/kinds clients/changes",
         "_parameters": "clients/changes cohort/slots",
@@ -70,7 +70,7 @@ OF_OBJECTS = {
     },
     "torch.Tensor": {
         "_post_accumulate_grad_hooks": "round/first_steps",
-        "_version": "cohort/round_cohort execution/vectorized",
+        "_version": "cohort/skipped_steps execution/vectorized",
     },
     "torch.UntypedStorage": {
         "_cdata": "batch_norm/stacked cohort/round_cohort",
@@ -115,6 +115,7 @@ OF_OBJECTS = {
         "_typehint": "cli/parser",
     },
     "submitit.core.core.InfoWatcher": {
+        "_finished": "experiments/studies/engines/slurm",
         "_registered": "experiments/studies/engines/slurm",
     },
 }

@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from fl_lightning import FederatedModule, GraphExecutor, NetworkTask, SequentialExecutor, VectorizedExecutor
-from fl_lightning.execution import choice, fork
-from fl_lightning.execution.choice import choose_executor, cores_of_a_run, cpu_ranks, usable_cores
-from fl_lightning.experiments.run.trainer import useful_ranks
+from fl_lightning import cores as cores_module
+from fl_lightning.cores import cores_of_a_run, usable_cores
+from fl_lightning.execution import fork
+from fl_lightning.execution.choice import choose_executor
+from fl_lightning.experiments.run import number_of_ranks
+from fl_lightning.experiments.run.number_of_ranks import cpu_ranks, useful_ranks
 from tests.support.command_line import rows, run
 from tests.support.helpers import SGD, blobs, fit, small_cnn
 
@@ -23,7 +26,7 @@ def module(cls=FederatedModule, **settings):
     [(fork.sys, "platform", "darwin"), (torch.cuda, "is_initialized", lambda: True)],
 )
 def test_where_processes_would_fail_there_is_one(monkeypatch, owner, name, value):
-    monkeypatch.setattr(choice, "cores_of_a_run", lambda: 4)
+    monkeypatch.setattr(number_of_ranks, "cores_of_a_run", lambda: 4)
     monkeypatch.setattr(owner, name, value)
     assert cpu_ranks() == 1
 
@@ -33,7 +36,7 @@ def test_where_processes_would_fail_there_is_one(monkeypatch, owner, name, value
 )
 def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, told, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr(choice, "_QUOTA", tmp_path / "absent")
+    monkeypatch.setattr(cores_module, "_QUOTA", tmp_path / "absent")
     if told is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
@@ -47,7 +50,7 @@ def test_omp_num_threads_is_the_number_of_cores_to_use(monkeypatch, tmp_path, to
 )
 def test_a_containers_quota_of_processor_time_counts(monkeypatch, tmp_path, quota, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr(choice, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores_module, "_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert usable_cores() == cores
 
@@ -121,7 +124,7 @@ LONG = ("--model.local_steps", 7)
     ],
 )
 def test_a_run_has_a_rank_for_each_core_where_that_helps(monkeypatch, cores, settings, ranks):
-    monkeypatch.setattr(choice, "cores_of_a_run", lambda: cores)
+    monkeypatch.setattr(number_of_ranks, "cores_of_a_run", lambda: cores)
     assert run("--trainer.max_epochs", 1, *settings).trainer.num_devices == ranks
     torch.set_num_threads(1)
 
@@ -129,7 +132,7 @@ def test_a_run_has_a_rank_for_each_core_where_that_helps(monkeypatch, cores, set
 @pytest.mark.slow
 def test_the_number_of_ranks_is_said_and_changes_no_number(capsys, monkeypatch):
     one = run(*LONG)
-    monkeypatch.setattr(choice, "cores_of_a_run", lambda: 2)
+    monkeypatch.setattr(number_of_ranks, "cores_of_a_run", lambda: 2)
     several = run(*LONG)
     lines = capsys.readouterr().out.splitlines()
     found = [lines[place + 1] for place, line in enumerate(lines) if line == "Executor"]

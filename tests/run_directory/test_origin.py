@@ -156,7 +156,7 @@ def test_a_run_that_other_code_resumes_says_so(monkeypatch, capsys):
     run(*LAST, "--trainer.max_epochs", 2)
     assert "code or versions" not in capsys.readouterr().out
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.start.provenance", lambda made: {"torch": "edited"}
+        "fl_lightning.experiments.run_directory.start_files.provenance", lambda made: {"torch": "edited"}
     )
     run(*LAST, "--trainer.max_epochs", 3)
     assert "code or versions changed after round 2: torch " in capsys.readouterr().out

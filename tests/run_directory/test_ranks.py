@@ -27,7 +27,7 @@ def test_run_that_a_scheduler_has_numbered_writes_its_rows_and_goes_on(numbered,
 
 
 def test_a_numbered_run_starts_ranks_of_its_own(numbered, monkeypatch):
-    monkeypatch.setattr("fl_lightning.execution.choice.cores_of_a_run", lambda: 2)
+    monkeypatch.setattr("fl_lightning.experiments.run.number_of_ranks.cores_of_a_run", lambda: 2)
     cli = run("--trainer.max_epochs", 2, "--model.local_steps", 7)
     assert cli.trainer.num_devices == 2
     assert [row["round"] for row in rows(cli.attempt)] == [0, 1, 2]

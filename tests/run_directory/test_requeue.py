@@ -28,7 +28,7 @@ def killed_in_round(number, monkeypatch, *arguments):
     with monkeypatch.context() as patch:
         patch.setattr(FederatedModule, "start_round", strike)
         patch.setattr(
-            "fl_lightning.experiments.run_directory.continuation.Start.discard_untrained", lambda self: None
+            "fl_lightning.experiments.run_directory.start.Start.discard_untrained", lambda self: None
         )
         with pytest.raises(Killed):
             run(*arguments)

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.errors import ConfigurationError
+from fl_lightning.experiments.run_directory.ckpt_path import find_checkpoint
 from fl_lightning.experiments.run_directory.config_digest import directory_of
-from fl_lightning.experiments.run_directory.continuation import Start
 from fl_lightning.experiments.run_directory.describe import describe_environment
 from fl_lightning.experiments.run_directory.directory import (
     LOCK,
     Attempt,
     RunDirectory,
 )
+from fl_lightning.experiments.run_directory.start import Start
 from fl_lightning.files import atomic_write, write_json, write_text
 
 
@@ -133,17 +134,17 @@ def test_last_and_best_mean_the_newest_attempt_that_has_one(run, word):
     add_checkpoint(run.new_attempt(), f"{word}.ckpt")
     newest = add_checkpoint(run.new_attempt(), f"{word}.ckpt")
     run.new_attempt()
-    assert run.resolve_checkpoint(word) == newest
+    assert find_checkpoint(run, word) == newest
 
 
 def test_last_names_a_checkpoint_of_the_same_run_name_under_another_hash(run):
     with pytest.raises(
         ConfigurationError, match=r"'last' found no last\.ckpt in .*0123abcd-s0; give the path"
     ):
-        run.resolve_checkpoint("last")
+        find_checkpoint(run, "last")
     other = add_checkpoint(RunDirectory(run.root, "89abcdef-s0").new_attempt())
     with pytest.raises(ConfigurationError, match=rf"give {other}, of another seed or other settings"):
-        run.resolve_checkpoint("last")
+        find_checkpoint(run, "last")
 
 
 def test_explicit_checkpoint_belongs_to_the_run_directory_around_it(run, monkeypatch):

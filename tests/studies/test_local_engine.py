@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.process_tree import is_running
-from fl_lightning.execution import choice
+from fl_lightning import cores
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.checkpoint_io import load_checkpoint
 from fl_lightning.experiments.studies.engines import local
@@ -59,9 +59,8 @@ import sys, time, types
 
 CELL = "fl_lightning.cli.study_cell"
 SOURCE = "fl_lightning.experiments.run_directory.source"
-for name in ("torch", "fl_lightning.execution", "fl_lightning.execution.choice", "matplotlib.backends.backend_agg", SOURCE):
+for name in ("torch", "matplotlib.backends.backend_agg", SOURCE):
     sys.modules[name] = types.ModuleType(name)  # processes of a test import nothing that is slow
-sys.modules["fl_lightning.execution.choice"].usable_cores = None
 sys.modules[SOURCE].provenance = lambda config: time.sleep({seconds})
 import method
 if "-c" in sys.orig_argv:  # in the server, so that its forks need not
@@ -312,7 +311,7 @@ def test_a_forked_cell_has_the_bits_of_a_cell_of_its_own_and_one_thread(monkeypa
 
 
 def test_the_quota_of_a_container_limits_the_cells_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text("100000 100000")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     assert LocalEngine(CELL).cores == 1

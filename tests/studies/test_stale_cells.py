@@ -153,7 +153,8 @@ def test_a_rate_that_was_tried_on_other_data_is_tried_again_before_it_chooses(ra
 
 def test_code_that_changes_while_a_study_runs_is_named(ran, capsys, monkeypatch):
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.start.provenance", lambda config: {"fl_lightning": "edited"}
+        "fl_lightning.experiments.run_directory.start_files.provenance",
+        lambda config: {"fl_lightning": "edited"},
     )
     one = {"quick": {"base": "tiny.yaml", "seeds": [0]}}
     write(axes={"method": {"BN": {}}}, without=[], published=[], claims=[], scales=one)

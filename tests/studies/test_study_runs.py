@@ -121,7 +121,7 @@ def strike(monkeypatch, number):
 
     monkeypatch.setattr(FederatedModule, "start_round", struck)
     monkeypatch.setattr(
-        "fl_lightning.experiments.run_directory.continuation.Start.discard_untrained", lambda self: None
+        "fl_lightning.experiments.run_directory.start.Start.discard_untrained", lambda self: None
     )
     return pytest.raises(Killed)
 

@@ -7,20 +7,14 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
-from lightning.pytorch.utilities.seed import isolate_rng
 
-from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.fork import OneMachine
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.launched import under_torchrun
-from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.trainer_checks import check_trainer
-
-_WORTH_RANKS = 20
-"""Several ranks are used if a round has at least this number of local steps over all clients."""
 
 MOST_THREADS = 1024
 """Largest number of CPU threads; a larger number can kill the process."""
@@ -95,24 +89,6 @@ def use_threads(threads: int, devices: Any) -> Any:
     """
     torch.set_num_threads(threads)
     return 1 if threads > 1 and devices == "auto" and not under_torchrun() else devices
-
-
-def useful_ranks(module: FederatedModule, data: FederatedDataModule) -> int:
-    """Return the largest useful number of ranks.
-
-    The number is 1 if a round has few local steps, and otherwise the number of clients in a round.
-    This function also sets up the data, so that ranks that are forked later share the memory of the
-    data.
-    """
-    # include_cuda=False: this must not initialise CUDA, because the process is forked later
-    with isolate_rng(include_cuda=False):
-        # fit sets up the data again, and must then draw the same random numbers
-        data.prepare_data()
-        data.setup("fit")
-    if not data.num_clients:
-        return 1  # if the data have no clients, the module raises an error later
-    clients, steps = module.make_plan(data).usual().trained(1)
-    return len(clients) if sum(steps) >= _WORTH_RANKS else 1
 
 
 def as_list(setting: Any) -> list[Any]:

@@ -16,26 +16,27 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError, Diverged
-from fl_lightning.execution.choice import cpu_ranks
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.experiments.run.interruption import FinishRound, Stopped
+from fl_lightning.experiments.run.number_of_ranks import cpu_ranks, limit_ranks
 from fl_lightning.experiments.run.progress import RoundProgress
-from fl_lightning.experiments.run.trainer import as_list, is_launched, make_trainer, useful_ranks
+from fl_lightning.experiments.run.trainer import as_list, is_launched, make_trainer
 from fl_lightning.experiments.run_directory.checkpoint_io import check_run, load_checkpoint
 from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
+from fl_lightning.experiments.run_directory.ckpt_path import find_checkpoint
 from fl_lightning.experiments.run_directory.config_digest import (
     changed_settings,
     deciding_settings,
     directory_of,
     full_name,
 )
-from fl_lightning.experiments.run_directory.continuation import Start, find_start
 from fl_lightning.experiments.run_directory.directory import Config, RunDirectory
 from fl_lightning.experiments.run_directory.drawings import draw_pictures
 from fl_lightning.experiments.run_directory.finish_run import finish_run
 from fl_lightning.experiments.run_directory.metrics_log import JSONLinesLogger, joined
 from fl_lightning.experiments.run_directory.result import Result
-from fl_lightning.experiments.run_directory.start import RunStart
+from fl_lightning.experiments.run_directory.start import Start, find_start
+from fl_lightning.experiments.run_directory.start_files import RunStart
 from fl_lightning.experiments.weights_and_biases.logger import RoundWandbLogger
 from fl_lightning.experiments.weights_and_biases.settings import WandbSettings
 from fl_lightning.files import write_text
@@ -128,7 +129,7 @@ class Training:
             if rank:
                 silence()
             else:
-                path = self.found(ckpt_path, rounds)
+                path = find_checkpoint(self.directory, ckpt_path, self._planned(rounds))
                 self._find_start(path, weights_only, settings, held, by_name=ckpt_path in ("last", "best"))
             self.keeper.weights_only = weights_only
             trainer = make_trainer(settings, cpu_ranks(), **self._equipment(settings, wandb))
@@ -137,7 +138,7 @@ class Training:
                 strategy.meet()
                 path = strategy.broadcast(path)
             elif rank:  # first rank of a further node; it forks the other ranks of the node later
-                path = self.found(ckpt_path, rounds)
+                path = find_checkpoint(self.directory, ckpt_path, self._planned(rounds))
             profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set in a helper of the trainer
             if self.start.attempt is not None and not isinstance(profiler, PassThroughProfiler):
                 profiler.dirpath = profiler.dirpath or self.start.attempt.path
@@ -160,7 +161,7 @@ class Training:
         """
         start, trainer, signal = self.start, self.trainer, self._interruption
         try:
-            self._limit_ranks()
+            limit_ranks(trainer, self.module, self.data, by_default=self._chooses_ranks)
             trainer.fit(self.module, datamodule=self.data, **self._arguments)
             if start.round and trainer.global_step == start.round and start.is_new and not signal.signal:
                 raise ConfigurationError(
@@ -181,58 +182,10 @@ class Training:
             )
         return finish_run(self.module, start.attempt, stopped)
 
-    def _limit_ranks(self) -> None:
-        """Set up the data before the strategy forks the ranks.
-
-        With ``devices: auto``, limit the number of ranks to the useful number.
-        """
-        strategy = self.trainer.strategy
-        if isinstance(strategy, CohortStrategy) and strategy.launcher is not None:
-            self.data.trainer = self.trainer  # Lightning sets it later, in fit
-            ranks = useful_ranks(self.module, self.data)
-            if self._chooses_ranks and strategy.num_nodes == 1:
-                strategy.limit(ranks)
-
-    def found(self, ckpt_path: str | os.PathLike[str] | None, rounds: int | None = None) -> Path | None:
-        """Return the checkpoint file for the setting ``--ckpt_path``; None for a new run.
-
-        Args:
-            ckpt_path: The setting. ``"auto"`` is the last checkpoint of the newest attempt with the
-                same number of planned rounds. Without such an attempt, ``"auto"`` starts a new run.
-            rounds: Number of planned rounds; None accepts all attempts.
-
-        Raises:
-            ConfigurationError: The checkpoint is missing.
-        """
-        if ckpt_path == "auto":
-            paths = [attempt.checkpoints / "last.ckpt" for attempt in self.directory.attempts()]
-            paths = [path for path in paths if path.is_file()]
-            if not paths and (other := self.directory.other_checkpoint("last.ckpt")) is not None:
-                print(
-                    f"--ckpt_path auto starts a new run; {other} has another seed or other settings",
-                    flush=True,
-                )
-            return next((path for path in paths if self._has_this_plan(path, rounds)), None)
-        return None if ckpt_path is None else self.directory.resolve_checkpoint(str(ckpt_path))
-
-    def _has_this_plan(self, path: Path, rounds: int | None) -> bool:
-        """Return whether a checkpoint's run has this number of planned rounds.
-
-        Milestones and the decay of learning rates depend on the number.
-        """
-        planned = load_checkpoint(path)["fl_lightning"]["total_rounds"]
-        if self._is_other_plan(planned, rounds):
-            print(
-                f"{path} is of a run planned for {planned} rounds, not {rounds}: --ckpt_path auto ignores it; "
-                "--ckpt_path last would extend that run",
-                flush=True,
-            )
-            return False
-        return True
-
-    def _is_other_plan(self, planned: int, rounds: int | None) -> bool:
-        # with a budget, the data determine the number of rounds; attempts at one run have equal data
-        return self.module.budget_epochs is None and rounds not in (None, -1, planned)
+    def _planned(self, rounds: int | None) -> int | None:
+        """Return the number of planned rounds; None if a budget of epochs determines it."""
+        # with a budget, the data determine the number; attempts at one run have equal data
+        return None if self.module.budget_epochs is not None or rounds == -1 else rounds
 
     def _find_start(
         self, path: Path | None, weights_only: bool | None, settings: Config, held: ExitStack, by_name: bool
@@ -261,7 +214,9 @@ class Training:
             if by_name and self._of_script:
                 planned, rounds = checkpoint["fl_lightning"]["total_rounds"], settings.get("max_epochs")
                 plans = {"trainer.max_epochs": [planned, rounds]}
-                _refuse_changes(path, differs | (plans if self._is_other_plan(planned, rounds) else {}))
+                _refuse_changes(
+                    path, differs | (plans if self._planned(rounds) not in (None, planned) else {})
+                )
             if differs:
                 resumed = None
             else:

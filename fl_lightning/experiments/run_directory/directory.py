@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.files import broken_link, locked, unwritable, user_path
+from fl_lightning.files import broken_link, locked, unwritable
 
 Config = dict[str, Any]
 """Settings of a run as in its YAML file, including defaults."""
@@ -196,31 +196,3 @@ class RunDirectory:
         around = Attempt(folder.parent)
         known = [*self.attempts(), around] if around.config.is_file() else self.attempts()
         return next((attempt for attempt in known if attempt.checkpoints.resolve() == folder), None)
-
-    def other_checkpoint(self, name: str) -> Path | None:
-        """Return the newest checkpoint with this file name among all runs in ``root``."""
-        others = self.root.glob(f"*/checkpoints/{name}")
-        return max(others, key=lambda path: path.stat().st_mtime, default=None)
-
-    def resolve_checkpoint(self, ckpt_path: str) -> Path:
-        """Return the checkpoint file for the setting ``--ckpt_path``.
-
-        Args:
-            ckpt_path: A path, ``"last"`` or ``"best"``. ``"last"`` and ``"best"`` refer to the
-                newest attempt that has such a checkpoint.
-
-        Raises:
-            ConfigurationError: There is no such checkpoint.
-        """
-        if ckpt_path not in ("last", "best"):
-            return user_path("ckpt_path", ckpt_path)
-        name = f"{ckpt_path}.ckpt"
-        path = self.newest_checkpoint(name)
-        if path is None:
-            other = self.other_checkpoint(name)
-            raise ConfigurationError(
-                f"ckpt_path {ckpt_path!r} found no {name} in {self.root / self.stem}; give "
-                + (f"{other}, of another seed or other settings" if other else "the path of a checkpoint")
-                + ", or start without ckpt_path"
-            )
-        return path

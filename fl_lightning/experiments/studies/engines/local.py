@@ -13,7 +13,7 @@ from signal import SIGTERM
 
 import torch
 
-from fl_lightning.execution.choice import usable_cores
+from fl_lightning.cores import usable_cores
 from fl_lightning.experiments.studies.engines.base import Engine, Job
 
 _GPU = "CUDA_VISIBLE_DEVICES"

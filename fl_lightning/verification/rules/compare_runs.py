@@ -1,0 +1,78 @@
+"""Comparison of recorded runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from fl_lightning.verification.comparison import (
+    TOLERANCE,
+    difference,
+    largest_difference,
+)
+from fl_lightning.verification.observation import ObservedRun
+from fl_lightning.verification.renumbering import (
+    memory_apart,
+)
+from fl_lightning.verification.rules.registry import Violations
+from fl_lightning.verification.trials import Trials
+
+
+def beside_fedavg(trials: Trials) -> str:
+    """Compare the method's default run with FedAvg, and return the result as text.
+
+    If the runs differ, the text gives the distance that clients move in round 1, divided by the
+    distance in FedAvg.
+    """
+    run, plain = trials.run(), trials.run(bare=True)
+    first, second = ([(x.treatments, x.start, x.sent, x.server) for x in one.rounds] for one in (run, plain))
+    if difference(first, second) is None:
+        return "training equals FedAvg bit for bit: the method changes no state"
+    squares = [
+        sum(
+            float((one.rounds[0].sent[name] - one.rounds[0].start[name]).square().sum())
+            for name in one.names("weight", "affine")
+        )
+        for one in (run, plain)
+    ]
+    return f"clients move {(squares[0] / squares[1]) ** 0.5:.4g} times as far from the server in round 1"
+
+
+def differing_rounds(
+    first: ObservedRun, second: ObservedRun, demand: str, compare_memory: Any = memory_apart
+) -> Violations:
+    """Yield how two runs differ by more than rounding errors in a round; return the largest difference.
+
+    Args:
+        first: A run.
+        second: A run with the same rounds.
+        demand: What must hold, for the message.
+        compare_memory: Function that compares the method's memory in two rounds.
+    """
+    worst = 0.0
+    for one, two in zip(first.rounds, second.rounds, strict=True):
+        gaps = {
+            "the server": largest_difference(one.server, two.server),
+            "the method's memory": compare_memory(one, two),
+        }
+        for whose, (gap, place) in gaps.items():
+            if not gap <= TOLERANCE:
+                yield f"{demand}: {place} of {whose} differs by {gap:.2g} after {one}"
+            worst = max(worst, gap)
+    return f"distance {worst:.1g}"
+
+
+def outcome(run: ObservedRun) -> dict[str, object]:
+    """Return all that a run has computed: model, server optimizer, memory and metrics."""
+    last = run.rounds[-1]
+    return {
+        "model": last.server,
+        "server optimizer": run.trainer.optimizers[0].state_dict(),
+        "state_dict": last.memory,
+        "metrics": last.metrics,
+    }
+
+
+def unequal_runs(first: ObservedRun, second: ObservedRun, demand: str) -> Iterator[str]:
+    """Yield how two runs differ, bit for bit."""
+    if place := difference(outcome(first), outcome(second)):
+        gap, name = largest_difference(first.rounds[-1].server, second.rounds[-1].server)
+        yield f"{demand}: " + (f"model {name} differs by {gap:.2g}" if gap else f"{place} differs")
