@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
         r"Figure|Axes|Axis|Connection|Workspace",
     ),  # of matplotlib, multiprocessing and W&B, imported only for type checkers
     (r"py:class", r"dict\[\w+"),  # Sphinx splits a quoted annotation at its comma
-    (r"py:class", r".*\.(Key|Item|Result)"),  # type variables
+    (r"py:class", r".*\.(Key|Item|Mapped)"),  # type variables
     (
         r"py:.*",
         r"(abc|argparse|collections|contextlib|enum|inspect|logging|multiprocessing|os|pathlib|random|signal|types|weakref)\..*",

@@ -16,8 +16,8 @@ import fl_lightning.models
 import fl_lightning.optimizers.client_lr
 import fl_lightning.optimizers.server  # noqa: F401
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import command, refusals
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.print_errors import command, refusals
 from fl_lightning.cli.user_settings import with_shipped_configs
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.experiments.run.training import TRAINER_DEFAULTS

@@ -4,8 +4,8 @@ import json
 import os
 from collections.abc import Sequence
 
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
+from fl_lightning.cli.print_errors import command
 from fl_lightning.clients.tasks import Classification
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.describe import shown_metrics

@@ -13,9 +13,9 @@ from jsonargparse.typing import restricted_number_type
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fl_lightning.cli.messages import fail
 from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.parser import ConciseParser, new_lists
+from fl_lightning.cli.print_errors import fail
 from fl_lightning.cli.user_settings import given_settings, read_given
 from fl_lightning.client_data.federated import SIZES
 from fl_lightning.errors import ConfigurationError

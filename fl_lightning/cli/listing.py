@@ -13,8 +13,8 @@ from fl_lightning import aggregation, attacks, callbacks, datamodules, models
 from fl_lightning.batch_norm.kinds import buffer_kinds, parameter_kinds
 from fl_lightning.cli.command_line import build
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.mistakes import base_classes
+from fl_lightning.cli.print_errors import command
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError, check_choice

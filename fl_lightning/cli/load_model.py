@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning.cli.command_line import build
-from fl_lightning.cli.messages import refusals
+from fl_lightning.cli.print_errors import refusals
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
 from fl_lightning.experiments.run_directory.config_digest import full_name

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from torch import nn
 
 from fl_lightning import models
-from fl_lightning.cli.messages import broken_module
+from fl_lightning.cli.print_errors import broken_module
 from fl_lightning.cli.user_settings import Given, place_in, plain_name
 from fl_lightning.errors import ConfigurationError, missing_module, nearest
 from fl_lightning.folders import FOLDERS

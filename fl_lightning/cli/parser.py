@@ -18,8 +18,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 from torchmetrics import Metric
 
-from fl_lightning.cli.messages import Refusal, broken_module, one_line
 from fl_lightning.cli.mistakes import in_one_line, in_words, refuse_class_defaults
+from fl_lightning.cli.print_errors import Refusal, broken_module, one_line
 from fl_lightning.cli.user_settings import Given, plain_name, read_given
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.experiments.run_directory.directory import Config

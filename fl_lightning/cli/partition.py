@@ -10,9 +10,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from fl_lightning import __version__
 from fl_lightning.cli.command_line import main as run
 from fl_lightning.cli.federated_cli import FederatedCLI
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.print_errors import command
 from fl_lightning.client_data.federated import FederatedDataModule, PartitionRecord
 from fl_lightning.console import print_table
 from fl_lightning.errors import ConfigurationError

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fl_lightning.cli.load_model import RestoredRun
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.options import CommandParser
+from fl_lightning.cli.print_errors import command
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.predictions import write_predictions, write_rows
 from fl_lightning.files import atomic_write, unused, user_file, user_path

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import CommandParser
+from fl_lightning.cli.print_errors import command
 from fl_lightning.experiments.studies.html_report import write_report
 from fl_lightning.experiments.studies.table_columns import split_columns
 from fl_lightning.files import user_path

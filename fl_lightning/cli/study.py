@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fl_lightning.cli import study_cell
 from fl_lightning.cli.command_line import build, resolve
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.options import ENGINES, study_options
+from fl_lightning.cli.print_errors import command
 from fl_lightning.console import time_in_words
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fl_lightning.cli.command_line import main as run
-from fl_lightning.cli.messages import command
+from fl_lightning.cli.print_errors import command
 from fl_lightning.errors import OtherData
 from fl_lightning.experiments.studies.cells import Cell
 from fl_lightning.files import locked

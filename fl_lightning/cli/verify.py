@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from fl_lightning import callbacks
-from fl_lightning.cli.messages import command
 from fl_lightning.cli.parser import ConciseParser
+from fl_lightning.cli.print_errors import command
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.methods.callback import FederatedCallback
 
@@ -45,7 +45,7 @@ def main(args: Sequence[str]) -> None:
     # imported late: the parser would otherwise also accept callbacks that only the checks use
     from fl_lightning.verification.battery import certify
     from fl_lightning.verification.certificate import Certificate, print_certificate, print_summary
-    from fl_lightning.verification.comparison import Finding
+    from fl_lightning.verification.differences import Finding
     from fl_lightning.verification.own_model import own_model
 
     torch.manual_seed(0)  # for the model's weights

@@ -14,11 +14,11 @@ from fl_lightning.aggregation import Median
 from fl_lightning.errors import ConfigurationError, check_choice
 from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.recorded import describe
+from fl_lightning.verification.beside_fedavg import beside_fedavg
 from fl_lightning.verification.certificate import Certificate
-from fl_lightning.verification.comparison import TOLERANCE, Finding, NotApplicable, Violated
+from fl_lightning.verification.differences import TOLERANCE, Finding, NotApplicable, Violated
 from fl_lightning.verification.equalities import BITWISE, EQUALITIES
 from fl_lightning.verification.rules import REMEDIES, RULES, Rule
-from fl_lightning.verification.rules.compare_runs import beside_fedavg
 from fl_lightning.verification.trials import Trials
 
 NEEDED = ("trains", "runs repeat")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fl_lightning.console import print_table
-from fl_lightning.verification.comparison import Finding
+from fl_lightning.verification.differences import Finding
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning.cohort.cohort import SERVER
 from fl_lightning.testing.federation import CLIENT_SIZES
-from fl_lightning.verification.comparison import NotApplicable, difference, largest_difference
+from fl_lightning.verification.differences import NotApplicable, difference, largest_difference
 from fl_lightning.verification.memory import entries
 from fl_lightning.verification.observation import ObservedRun, State
 from fl_lightning.verification.trials import (

@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path, tree_map, tree_map_with_path
 
 from fl_lightning.testing.federation import CLIENT_SIZES, reference_model
-from fl_lightning.verification.comparison import Leaves
+from fl_lightning.verification.differences import Leaves
 
 FEW = 8
 """Smallest number of floats in a large tensor.

@@ -15,7 +15,7 @@ from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.plan import RoundPlan
 from fl_lightning.testing.federation import Disturbance
-from fl_lightning.verification.comparison import apart
+from fl_lightning.verification.differences import apart
 from fl_lightning.verification.memory import large_of_server, shifted
 
 State = dict[str, Tensor]

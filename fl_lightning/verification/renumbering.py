@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fl_lightning.verification.comparison import TOLERANCE, Leaves, largest_difference, leaves
+from fl_lightning.verification.differences import TOLERANCE, Leaves, largest_difference, leaves
 from fl_lightning.verification.memory import entries
 from fl_lightning.verification.observation import ObservedRun, Round
 from fl_lightning.verification.trials import CLIENTS, SCRIPT, Trials

@@ -24,7 +24,7 @@ from fl_lightning.round.hooks import extend_model
 from fl_lightning.round.module import FederatedModule
 from fl_lightning.testing import fit
 from fl_lightning.testing.federation import CLIENT_SIZES, Disturbance, federation, reference_model
-from fl_lightning.verification.comparison import Violated
+from fl_lightning.verification.differences import Violated
 from fl_lightning.verification.observation import ObservedRun
 
 CLIENTS = tuple(range(len(CLIENT_SIZES)))

@@ -237,7 +237,9 @@ def test_mixed_variances_are_never_negative(dtype):
         rows[:zeros] = 0  # the centre is the others' value, and so has to cancel
         shares = torch.zeros(1, len(rows))
         shares[0, :zeros] = 1 / zeros
-        lowest.append(float(distances.mix([rows], shares, *distances.measure([rows])[:1:-1])[0].min()))
+        lowest.append(
+            float(distances.mix([rows], shares, *distances.measure_distances([rows])[:1:-1])[0].min())
+        )
     assert min(lowest) == 0
 
 
@@ -245,7 +247,7 @@ def test_mixed_variances_are_never_negative(dtype):
 def test_distances_are_those_of_differences_in_float64(dtype):
     rows = normal(9, 300, dtype)
     direct = (rows.double()[:, None] - rows.double()).square().sum(2)
-    close(distances.measure([rows]).squared, direct, 1e-12)
+    close(distances.measure_distances([rows]).squared, direct, 1e-12)
     close(distances.squared_distances([rows[:, :7], rows[:, 7:]]), direct, 1e-12)
 
 
@@ -258,7 +260,7 @@ def test_distances_of_close_clients_are_exact_whatever_the_outliers(dtype, place
     direct = (honest[:, None] - honest).square().sum(2)
 
     def error():
-        found = distances.measure([rows[:, :100], rows[:, 100:]]).squared[:-2, :-2]
+        found = distances.measure_distances([rows[:, :100], rows[:, 100:]]).squared[:-2, :-2]
         return float(((found - direct).abs() / direct.clamp(min=1e-30)).max())
 
     assert error() < 1e-10
@@ -276,7 +278,7 @@ def test_up_to_sixteen_clients_are_subtracted_and_more_are_multiplied(n):
     direct = (rows[:, None] - rows).square().sum(2)
     found = distances.squared_distances([rows])
     if n > 16:
-        assert torch.equal(found, distances.measure([rows]).squared)
+        assert torch.equal(found, distances.measure_distances([rows]).squared)
         assert float((found - direct).abs().max()) > 1e-3
     else:
         close(found, direct, 1e-12)

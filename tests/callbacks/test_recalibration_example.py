@@ -6,7 +6,7 @@ from torch.nn.functional import batch_norm
 
 from examples.own_method.recalibration import ServerRecalibration
 from fl_lightning.callbacks import SiloBN
-from fl_lightning.verification.comparison import Violated
+from fl_lightning.verification.differences import Violated
 from fl_lightning.verification.rules import REMEDIES, RULES
 from fl_lightning.verification.trials import Trials
 from tests.support.helpers import Received, blobs, federated_run, small_cnn

@@ -10,8 +10,8 @@ from torchmetrics import Metric
 
 import fl_lightning.callbacks  # noqa: F401  # makes their bare names known
 from fl_lightning import FederatedCallback
-from fl_lightning.cli.messages import Refusal, command
 from fl_lightning.cli.parser import ConciseParser, new_lists
+from fl_lightning.cli.print_errors import Refusal, command
 from fl_lightning.cli.user_settings import given_settings, read_given
 from fl_lightning.errors import ConfigurationError
 from tests.support.command_line import message_of

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.faults import same
 from fl_lightning import ConfigurationError
-from fl_lightning.cli import messages
+from fl_lightning.cli import print_errors
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.experiments.run import interruption
 from fl_lightning.experiments.run.trainer import make_trainer
@@ -157,9 +157,9 @@ def test_a_rank_of_torchrun_names_itself_after_the_first_one_had_time_to(rank, l
     waits = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(messages, "_let_the_first_rank_speak", lambda: waits.append(rank))
+    monkeypatch.setattr(print_errors, "_let_the_first_rank_speak", lambda: waits.append(rank))
     with pytest.raises(SystemExit):
-        messages.fail(ConfigurationError("my own mistake"))
+        print_errors.fail(ConfigurationError("my own mistake"))
     assert capfd.readouterr().err.splitlines() == [line]
     assert waits == [1] * rank
 

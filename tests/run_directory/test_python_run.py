@@ -224,7 +224,7 @@ def test_threads_are_given_back_after_an_error_and_several_of_them_are_one_proce
             raise ValueError("stop")
 
     monkeypatch.setattr("fl_lightning.experiments.run.training.cpu_ranks", lambda: 2)
-    monkeypatch.setattr("fl_lightning.experiments.run.trainer._WORTH_RANKS", 1)
+    monkeypatch.setattr("fl_lightning.experiments.run.number_of_ranks._WORTH_RANKS", 1)
     for threads in (2, None):
         with pytest.raises((ValueError, ConfigurationError), match="stop"):
             a_run(1, callbacks=[Stop()], threads=threads).fit()

@@ -10,7 +10,7 @@ from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.__main__ import main
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.verification import battery, certify
-from fl_lightning.verification.comparison import NotApplicable, Violated
+from fl_lightning.verification.differences import NotApplicable, Violated
 from fl_lightning.verification.equalities import EQUALITIES
 from fl_lightning.verification.memory import entries
 from fl_lightning.verification.own_model import own_model

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.batch_norm.kinds import STATISTICS
 from fl_lightning.testing.federation import reference_model
-from fl_lightning.verification.comparison import (
+from fl_lightning.verification.differences import (
     TOLERANCE,
     Leaves,
     NotApplicable,

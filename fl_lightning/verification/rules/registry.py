@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from functools import wraps
 
-from fl_lightning.verification.comparison import (
+from fl_lightning.verification.differences import (
     NotApplicable,
     Violated,
 )

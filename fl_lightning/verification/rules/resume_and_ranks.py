@@ -7,7 +7,7 @@ import torch
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.execution.fork import cannot_fork
 from fl_lightning.execution.vectorized import VectorizedExecutor
-from fl_lightning.verification.comparison import (
+from fl_lightning.verification.differences import (
     NotApplicable,
     difference,
 )

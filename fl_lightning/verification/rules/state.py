@@ -6,7 +6,7 @@ import torch
 
 from fl_lightning.methods.freezing import Freezing
 from fl_lightning.optimizers.milestones import round_at
-from fl_lightning.verification.comparison import (
+from fl_lightning.verification.differences import (
     TOLERANCE,
     NotApplicable,
     apart,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from fl_lightning.testing.federation import Disturbance
-from fl_lightning.verification.comparison import (
+from fl_lightning.verification.differences import (
     NotApplicable,
     difference,
 )
