@@ -92,7 +92,7 @@ def _predict_test_data(restored: RestoredRun, output: str | Path) -> None:
     loaders = data.predict_dataloader()
     if not isinstance(loaders, list):
         loaders = [loaders]
-    if len(loaders) == 1:  # several loaders: those of all clients
+    if len(loaders) == 1:  # for several loaders, Lightning returns a list for each
         parts = [parts]
     # with limit_predict_batches, the last batches of each loader have no predictions
     batches = [islice(loader, len(part)) for loader, part in zip(loaders, parts, strict=True)]

@@ -190,7 +190,7 @@ def restored_preprocessing(facts: Mapping[str, Any] | None) -> nn.Module:
 
     Args:
         facts: The preprocessing in a checkpoint: arguments of :class:`Preprocessing` for tables, or
-            of :class:`Normalize`. None: inputs are used as they are.
+            of :class:`Normalize`. None: inputs are not changed.
     """
     if facts is None:
         return nn.Identity()

@@ -61,7 +61,7 @@ class SkippedSteps:
         _restore(cohort, optimizer, mask, saved)
 
     def _of_step(self, cohort: Cohort, optimizer: ClientOptimizer) -> Mask:
-        # if nothing has written to the gradients since the backward passes, the CPU need not wait for values
+        # if no method has written to the gradients since the backward passes, the CPU need not wait for values
         written = self._versions != _versions(cohort)
         mask = {
             row: {name for name in names if not (written and cohort.grads.row(row)[name].any())}
