@@ -113,7 +113,7 @@ def test_every_line_rejects_some_broken_callback():
 
 
 @pytest.mark.slow
-def test_the_shipped_methods_with_claims_pass_and_say_what_was_measured():
+def test_the_shipped_methods_with_equalities_pass_and_say_what_was_measured():
     certificate = certify(callbacks.FBN)
     assert not certificate.failed
     equalities = {finding.line: finding for finding in certificate.equalities}
@@ -133,12 +133,12 @@ def test_properties_that_say_nothing_about_a_method_are_listed_as_such():
         assert (rules[line].status, rules[line].detail) == ("does not apply", reason)
 
 
-def test_every_shipped_claim_is_one_that_is_known():
+def test_every_shipped_equality_is_one_that_is_known():
     promised = {equality for name in callbacks.__all__ for equality in getattr(callbacks, name).equalities}
     assert promised == EQUALITIES.keys()
 
 
-def test_a_claim_that_nobody_knows_is_refused():
+def test_an_unknown_equality_is_refused():
     class Boasts(callbacks.FixBN):
         equalities = ("own_twins",)
 
@@ -292,7 +292,7 @@ class ByLayers(FederatedCallback):
         return {part: "frozen" for part, first in (("1", 2), ("4", 3), ("6", 3)) if round_number >= first}
 
 
-def test_layers_that_freeze_one_by_one_are_frozen_for_the_claim_too(tmp_path):
+def test_layers_that_freeze_one_by_one_are_frozen_for_the_equality_too(tmp_path):
     trials = Trials(ByLayers, tmp_path)
     assert RULES["frozen state"](trials) == "constant bit for bit in 3 rounds"
     assert EQUALITIES["own_twin_when_frozen"](trials)[0] < 1e-10
@@ -423,7 +423,7 @@ def test_an_error_of_a_rules_run_stands_once_with_the_rules_anchor():
 
 
 @pytest.mark.slow
-def test_an_error_is_a_finding_of_the_claim_before_other_equalities():
+def test_an_error_is_a_finding_of_the_equality_before_other_equalities():
     class FailsAtOneStep(FederatedCallback):
         equalities = ("centralised_bn",)
 
