@@ -321,6 +321,34 @@ def methods(tmp_path, monkeypatch):
     sys.modules.pop("methods", None)
 
 
+TWO_OUTPUTS = """
+from torch import nn
+from fl_lightning.clients.tasks import Classification
+
+class Two(nn.Module):
+    def __init__(self, in_features: int, num_classes: int):
+        super().__init__()
+        self.first, self.second = nn.Linear(in_features, num_classes), nn.Linear(in_features, num_classes)
+
+    def forward(self, inputs):
+        return self.first(inputs), self.second(inputs)
+
+class Both(Classification):
+    def loss(self, outputs, targets):
+        return sum(super(Both, self).loss(scores, targets) for scores in outputs)
+"""
+
+
+def test_the_first_of_several_outputs_is_the_prediction(methods, patients, capsys):
+    methods(TWO_OUTPUTS)
+    cli, run = fit(model={"class_path": "methods.Two"}, task={"class_path": "methods.Both"})
+    shares = outputs_on_test_data(cli)[0].softmax(1)
+    write_test_rows(cli.datamodule)
+    assert torch.equal(probabilities(predicted(capsys, run, "new.csv")), shares)
+    own = torch.tensor([[float(x) for x in row[3:]] for row in predicted(capsys, run)[1:]])
+    assert torch.equal(own, shares)
+
+
 def test_arrays_without_classes_are_predicted_as_values(methods, capsys):
     methods(
         "from torch.nn.functional import mse_loss\n"
