@@ -1,6 +1,7 @@
 """``load_model``: the model of a run, outside of the run."""
 
 import os
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,8 @@ from fl_lightning.cli.print_errors import refusals
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
 from fl_lightning.experiments.run_directory.config_digest import full_name
-from fl_lightning.experiments.run_directory.load_run import load_run
+from fl_lightning.experiments.run_directory.load_run import loaded_run
+from fl_lightning.experiments.run_directory.predictions import KeptBatches
 from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _RecalledData
 from fl_lightning.files import user_path
 from fl_lightning.methods.local_state import LocalState
@@ -66,6 +68,7 @@ class RestoredRun:
 
     Attributes:
         data: What the checkpoint knows about the run's data.
+        kept: Callback with the batches that ``trainer`` predicts.
         own_data: The run's data module; None unless it is asked for, or the client's model needs it.
     """
 
@@ -74,12 +77,17 @@ class RestoredRun:
     def __init__(
         self, run: str | os.PathLike[str], checkpoint: str, client: str | None, own_data: bool = False
     ) -> None:
+        self.kept = KeptBatches()
         runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
-        self.run = load_run(runs[0] if len(runs) == 1 else run)
+        self.run = loaded_run("run", runs[0] if len(runs) == 1 else run)
         best, last = (self.run.path / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
         named = {"best": best if best.is_file() else last, "last": last}
         self.path = named.get(checkpoint) or user_path("checkpoint", checkpoint)
-        if self.path.is_file() and self.path.resolve().parent != last.parent.resolve():
+        if not self.path.is_file():
+            raise ConfigurationError(
+                f"checkpoint: {self.path} does not exist; give best, last or a file in {last.parent}"
+            )
+        if self.path.resolve().parent != last.parent.resolve():
             raise ConfigurationError(
                 f"checkpoint: {self.path} is no checkpoint of the run {self.run.path}; give one in {last.parent}, or its own run"
             )
@@ -116,14 +124,20 @@ class RestoredRun:
             file = Path(folder) / "config.yaml"
             changes = {"data": data, "trainer": kept, "threads": None}
             file.write_text(yaml.safe_dump({**self.run.config, **changes}))
-            cli = build(["--config", str(file)])
+            try:
+                cli = build(["--config", str(file)])
+            except ConfigurationError as error:
+                place = re.sub(
+                    rf"\({re.escape(str(file))}, line \d+\)", f"({self.run.path / 'config.yaml'})", str(error)
+                )
+                raise ConfigurationError(place) from error
             given = vars(cli.config_init.fit.trainer)
             methods = in_order(as_list(given["callbacks"]))
             device = "cpu" if on_cpu(given["accelerator"]) else "auto"
             used = {**_QUIET, "accelerator": device, "precision": given["precision"]}
             self.limit = given["limit_predict_batches"]
             writers = [x for x in as_list(given["callbacks"]) if isinstance(x, BasePredictionWriter)]
-            self.module, self.trainer = cli.model, make_trainer(used, callbacks=writers)
+            self.module, self.trainer = cli.model, make_trainer(used, callbacks=[*writers, self.kept])
             self.personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
             restored = [*methods, cli.config_init.fit.checkpoint]
             restoring = make_trainer(used, callbacks=restored, limit_predict_batches=0)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,10 @@ def main(args: Sequence[str]) -> None:
         words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
         words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
         if act == "export":
-            _export(restored, options.output or restored.run.path / f"model_{words}.pt2")
+            place = options.output
+            _export(restored, restored.run.path / f"model_{words}.pt2" if place is None else place)
         elif own_data:
-            _predict_test_data(restored, options.output or restored.run.path / f"predictions_{words}")
+            _predict_test_data(restored, options.output, restored.run.path / f"predictions_{words}")
         else:
             place = options.output if act == "predict" else None
             _use_file(restored, user_path("file", options.file), words, act, place)
@@ -80,26 +81,24 @@ def _use_file(restored: RestoredRun, file: Path, words: str, act: str, output: s
         return
     outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
     names = None if restored.module.client.predicts else restored.data.class_names
-    place = output or restored.run.path / f"predictions_{file.stem}_{words}.csv"
+    place = restored.run.path / f"predictions_{file.stem}_{words}.csv" if output is None else output
     print(write_rows(user_file("output", place), samples, _scores(restored, outputs), names))
 
 
-def _predict_test_data(restored: RestoredRun, output: str | Path) -> None:
+def _predict_test_data(restored: RestoredRun, output: str | None, default: Path) -> None:
     """Write predictions of the run's test data, or of its ``predict_dataloader``."""
-    data, path = restored.own_data, user_file("output", output)
-    restored.trainer.limit_predict_batches = 1.0 if restored.limit is None else restored.limit
-    parts: list[Any] = restored.trainer.predict(restored.module, datamodule=data) or []
-    loaders = data.predict_dataloader()
-    if not isinstance(loaders, list):
-        loaders = [loaders]
-    if len(loaders) == 1:  # for several loaders, Lightning returns a list for each
-        parts = [parts]
-    # with limit_predict_batches, the last batches of each loader have no predictions
-    batches = [islice(loader, len(part)) for loader, part in zip(loaders, parts, strict=True)]
-    outputs = _scores(restored, [*chain.from_iterable(parts)])
-    path = path.with_suffix("") if path.suffix == ".csv" else path
-    own = restored.module.client.predicts
-    print(write_predictions(path, outputs, chain.from_iterable(batches), data, own))
+    folder, table = (
+        (default, default.with_name(f"{default.name}.csv"))
+        if output is None
+        else 2 * (user_file("output", output),)
+    )
+    trainer = restored.trainer
+    trainer.limit_predict_batches = 1.0 if restored.limit is None else restored.limit
+    parts: list[Any] = trainer.predict(restored.module, datamodule=restored.own_data) or []
+    if parts and isinstance(loaders := trainer.predict_dataloaders, list) and len(loaders) > 1:
+        parts = [*chain.from_iterable(parts)]  # Lightning returns a list for each loader
+    outputs, own = _scores(restored, parts), restored.module.client.predicts
+    print(write_predictions(folder, table, outputs, restored.kept.batches, restored.own_data, own))
 
 
 def _scores(restored: RestoredRun, outputs: list[Any]) -> list[Any]:

@@ -352,7 +352,7 @@ class RoundCohort(Cohort):
         self._skipped.gradients_written(self)
 
     def take_step(self) -> None:
-        """Take one step of the client optimizer for all rows. Resting state does not change."""
+        """Take one step of the client optimizer for all rows. Skipped and resting state does not change."""
         if self._optimizer.by_row:
             for row in self.active_rows():
                 self._optimizer.step_of(self, row)

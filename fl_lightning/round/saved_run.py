@@ -13,6 +13,8 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.record import RunRecord
 
+_KEYS = {"total_rounds", "parts", "record", "kept", "data", "unsaved"}
+
 
 def save_run(run: RunContext, checkpoint: dict[str, Any], merged: Mapping[str, Tensor]) -> None:
     """Add a run to a checkpoint.
@@ -49,11 +51,15 @@ def restore_run(
         accept_data: Whether the data may differ from those of the checkpoint.
 
     Raises:
-        ConfigurationError: The data differ, or no FederatedModule wrote the checkpoint.
+        ConfigurationError: The data differ, or no FederatedModule of this version wrote the checkpoint.
     """
     state: dict[str, Any] | None = checkpoint.get("fl_lightning")
     if state is None:
         raise ConfigurationError("ckpt_path: the checkpoint was not written by a FederatedModule")
+    if missing := _KEYS - state.keys():
+        raise ConfigurationError(
+            f"ckpt_path: another version of fl_lightning wrote the checkpoint, which has no {min(missing)}; use that version, or train anew"
+        )
     locate(checkpoint.get("callbacks"), trainer and trainer.ckpt_path)
     run.total_rounds = state["total_rounds"]
     run.record = RunRecord()

@@ -45,7 +45,7 @@ def print_certificate(certificate: Certificate) -> None:
     print_table(certificate.method + (f" ({certificate.paper})" if certificate.paper else ""), rules)
     for title, rows in (
         ("Equalities", equalities),
-        ("Not promised: equalities that the method does not promise", certificate.equals),
+        ("Measured: equalities that the method does not promise", certificate.equals),
         ("Beside FedAvg", {"": certificate.beside_fedavg} if certificate.beside_fedavg else {}),
         ("Verdict", {"": _verdict(certificate)}),
     ):

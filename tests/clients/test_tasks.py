@@ -152,7 +152,9 @@ def test_a_segmentation_model_on_labels_of_images_is_one_line(evaluated):
 
 def test_predictions_smaller_than_the_labels_are_written_in_their_size(tmp_path):
     scores, labels = scenes(2)
-    said = write_predictions(tmp_path / "predictions", [scores[:, :, ::2, ::2]], [(None, labels)], None)
+    said = write_predictions(
+        tmp_path / "predictions", tmp_path / "p.csv", [scores[:, :, ::2, ::2]], [(None, labels)], None
+    )
     assert said.startswith("2 predictions written to")
     with Image.open(tmp_path / "predictions" / "00001.png") as image:
         assert image.size == (7, 5)

@@ -72,7 +72,7 @@ def test_fixbn_says_when_it_never_freezes(capsys):
 
 def test_predictions_of_a_regression_are_values(tmp_path):
     outputs, targets = [torch.tensor([[0.5], [1.5]])], [(None, torch.tensor([0.0, 2.0]))]
-    write_predictions(tmp_path / "predictions", outputs, targets, blobs())
+    write_predictions(tmp_path, tmp_path / "predictions.csv", outputs, targets, blobs())
     assert (tmp_path / "predictions.csv").read_text() == "index,target,value_0\n0,0.0,0.5\n1,2.0,1.5\n"
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from fl_lightning import ConfigurationError, load_model
 from fl_lightning.__main__ import main as command
 from fl_lightning.methods import fine_tuned
-from tests.support.command_line import message_of
+from tests.support.command_line import main, message_of
 from tests.support.helpers import write_cifar10_folders
 from tests.support.trained_models import (
     accuracy_on,
@@ -278,7 +279,10 @@ def test_a_runs_prediction_writer_gets_the_predictions(methods, patients, capsys
             ["--client", "Bonn"],
             "client: Bonn, but all clients of .* use the server's model; leave client out",
         ),
-        (["--checkpoint", "other.ckpt"], "checkpoint other.ckpt does not exist"),
+        (
+            ["--checkpoint", "other.ckpt"],
+            "checkpoint: other.ckpt does not exist; give best, last or a file in .*checkpoints",
+        ),
         (
             ["--model.local_steps", "2"],
             "unrecognized arguments: --model.local_steps 2; see .* predict --help",
@@ -412,6 +416,7 @@ def test_streamed_images_are_predicted_as_inside_the_run(capsys):
 LIT = """
 import lightning as L
 import torch
+import yaml
 from torch.nn.functional import cross_entropy
 
 
@@ -523,3 +528,134 @@ def test_a_client_that_has_never_trained_may_use_a_state_that_is_the_servers(pat
     absent = next(name for number, name in enumerate(SITES) if number not in personal.memory)
     found, expected = (load_model(run, client=x).state_dict() for x in (absent, None))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+OWN_LOADER = """
+import lightning as L
+import torch
+import yaml
+from torch.utils.data import DataLoader, TensorDataset
+from fl_lightning import FederatedDataModule
+
+class Drawn(L.LightningDataModule):
+    def setup(self, stage):
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(37, 2, generator=generator)
+        self.samples = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, 4)
+
+    val_dataloader = train_dataloader
+
+    def predict_dataloader(self):
+        return DataLoader(self.samples, batch_size=10, shuffle=True)
+
+class Sites(FederatedDataModule):
+    def __init__(self, seed: int = 0):
+        super().__init__({"a": Drawn()}, Drawn(), seed)
+
+class Own(L.LightningModule):
+    def __init__(self, form: str = "inputs"):
+        super().__init__()
+        self.net, self.form = torch.nn.Linear(2, 2), form
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def predict_step(self, batch, batch_idx):
+        inputs = batch[0]
+        return {
+            "inputs": inputs,
+            "number": inputs.sum(),
+            "rows": inputs[:3],
+            "width": inputs[:, : 1 + batch_idx % 2],
+            "half": inputs.bfloat16(),
+        }[self.form]
+"""
+
+
+def fit_own(methods, form):
+    methods(OWN_LOADER)
+    config = {
+        "wandb": {"mode": "disabled"},
+        "trainer": {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False},
+        "model": {
+            "model": {"class_path": "methods.Own", "init_args": {"form": form}},
+            "local_steps": 1,
+            "check_first_steps": False,
+        },
+        "data": {"class_path": "methods.Sites"},
+    }
+    Path("own.yaml").write_text(yaml.safe_dump(config))
+    return str(main(["fit", "--config", "own.yaml"]).attempt.path)
+
+
+# Lightning's advice on loaders of predictions
+@pytest.mark.filterwarnings("ignore:.*shuffling enabled")
+@pytest.mark.parametrize("form", ["inputs", "half"])
+def test_targets_are_those_of_the_predicted_batches_also_if_the_loader_shuffles(methods, capsys, form):
+    header, *rows = predicted(capsys, fit_own(methods, form))
+    assert (header, len(rows)) == (["index", "target", "value_0", "value_1"], 37)
+    assert all(int(target) == (float(value) > 0) for _, target, value, _ in rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffling enabled")
+@pytest.mark.parametrize("form", ["number", "rows", "width"])
+def test_outputs_without_a_row_for_each_sample_are_told(methods, capsys, form):
+    run = fit_own(methods, form)
+    message = message_of(capsys, lambda: command(["predict", run]))
+    assert (
+        "predict: the outputs are no tensors with a row for each sample, all of one shape; return" in message
+    )
+    assert not [*Path(run).glob("predictions*")]
+
+
+def test_a_limit_of_0_is_told(patients, capsys):
+    fit()
+    main(["fit", "--config", "run.yaml", "--name", "none", "--trainer.limit_predict_batches", "0"])
+    message = message_of(capsys, lambda: command(["predict", "runs/none"]))
+    assert (
+        "predict: no batch is predicted; give the run test data, and leave trainer.limit_predict_batches: 0"
+        in message
+    )
+
+
+@pytest.mark.parametrize(("name", "written"), [("here.txt", "here.txt"), ("there.csv", "there.csv")])
+def test_the_output_has_the_given_name_with_and_without_a_file(patients, capsys, name, written):
+    _, run = fit()
+    Path("there").touch()
+    write_table("new.csv", 5, seed=1)
+    for words in ([run], [run, "new.csv"]):
+        Path(written).unlink(missing_ok=True)
+        rows = predicted(capsys, *words, "--output", name)
+        assert rows == table_of(written)
+
+
+def test_a_run_that_is_not_there_is_told_as_run(capsys):
+    assert "run: nosuch is no run directory" in message_of(capsys, lambda: command(["predict", "nosuch"]))
+
+
+def test_a_checkpoint_of_another_version_is_told(patients, capsys):
+    _, run = fit()
+    path = Path(run, "checkpoints/last.ckpt")
+    content = torch.load(path, weights_only=True)
+    content["fl_lightning"]["left_out"] = content["fl_lightning"].pop("unsaved")
+    torch.save(content, path)
+    message = message_of(capsys, lambda: command(["predict", run]))
+    assert (
+        "ckpt_path: another version of fl_lightning wrote the checkpoint, which has no unsaved; use"
+        in message
+    )
+
+
+def test_a_class_that_is_gone_is_told_with_the_runs_config(methods, capsys):
+    run = fit_own(methods, "inputs")
+    sys.modules.pop("methods")
+    Path("methods.py").unlink()
+    message = message_of(capsys, lambda: command(["predict", run]))
+    assert f"({run}/config.yaml)" in message
+    assert "/tmp/" not in message.replace(run, "")

@@ -85,11 +85,16 @@ def load_run(path: str | os.PathLike[str]) -> LoadedRun:
     Raises:
         ConfigurationError: The folder is not a run directory.
     """
-    folder = user_path("load_run", path)
+    return loaded_run("load_run", path)
+
+
+def loaded_run(setting: str, path: str | os.PathLike[str]) -> LoadedRun:
+    """Load a run as :func:`load_run` does. Error messages name the setting."""
+    folder = user_path(setting, path)
     if not Attempt(folder).config.is_file():
         runs = sorted(config.parent for config in folder.glob("*/config.yaml"))
         known = f"; it has {', '.join(map(str, runs[:3]))}" if runs else ""
         raise ConfigurationError(
-            f"load_run: {folder} is no run directory (it has no config.yaml){known}; give such as runs/NAME/HASH-s0 or runs/NAME/s0"
+            f"{setting}: {folder} is no run directory (it has no config.yaml){known}; give such as runs/NAME/HASH-s0 or runs/NAME/s0"
         )
     return LoadedRun(folder)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import numpy as np
 import torch
 from PIL import Image
@@ -22,19 +23,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 4
+_NO_ROWS = "predict: the outputs are no tensors with a row for each sample, all of one shape; return such tensors from predict_step"
 _IGNORED = 255  # label that the picture shows in black
 
 
+class KeptBatches(L.Callback):
+    """Callback that keeps what a file of predictions needs of each batch: its size and targets.
+
+    A loader may draw other batches when it is read again.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def on_predict_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: int
+    ) -> None:
+        """Keep the targets of a pair ``(inputs, targets)``, and the number of inputs of a tensor."""
+        if isinstance(batch, Tensor):
+            batch = torch.empty(len(batch), 0)
+        elif isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            batch = None, batch[1].cpu()
+        self.batches.append(batch)
+
+
 def write_predictions(
-    path: Path, outputs: Sequence[Any], batches: Iterable[Any], data: Any, values: bool = False
+    folder: Path, table: Path, outputs: Sequence[Any], batches: Iterable[Any], data: Any, values: bool = False
 ) -> str:
-    """Write predictions as ``<path>.csv``; for a segmentation, as ``<path>/<index>.png``.
+    """Write predictions as a table; for a segmentation, as ``<folder>/<index>.png``.
 
     An image shows each pixel in the colour of its predicted class.
 
     Args:
-        path: Path without extension, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12``. If it
-            exists, ``.2`` is appended.
+        folder: The folder of images. If it exists, ``.2`` is appended.
+        table: The CSV file, such as ``runs/mine/1f0c9a7e-s0/predictions_round_12.csv``. If it exists,
+            ``.2`` is appended to its stem.
         outputs: Class scores ``[b, classes]`` or ``[b, classes, H, W]`` of each batch, or values.
         batches: Batches ``(inputs, targets)``, in the order of ``outputs``. If a batch is a tensor
             of inputs, the table has no targets.
@@ -43,8 +66,15 @@ def write_predictions(
 
     Returns:
         A message with the number of predictions and the path.
+
+    Raises:
+        ConfigurationError: There are no outputs, or they do not have a row for each sample.
     """
-    images, path, targets = 0, unused(path), []
+    if not outputs:
+        raise ConfigurationError(
+            "predict: no batch is predicted; give the run test data, and leave trainer.limit_predict_batches: 0 out"
+        )
+    images, folder, targets = 0, unused(folder), []
     for scores, batch in zip(outputs, batches, strict=True):
         paired = isinstance(batch, list | tuple) and len(batch) == 2
         if not isinstance(scores, Tensor) or not (paired or isinstance(batch, Tensor)):
@@ -52,22 +82,24 @@ def write_predictions(
                 f"predict writes tensors for batches (inputs, targets), but outputs are {type(scores).__name__} and batches "
                 f"{type(batch).__name__}; return a tensor from predict_step, or use Trainer.predict from Python"
             )
+        if not scores.ndim or len(scores) != len(batch[1] if paired else batch):
+            raise ConfigurationError(_NO_ROWS)
         targets += [batch[1]] if paired else []
         if not values and paired and scores.ndim == 4 and batch[1].ndim == 3:
             # enlarge scores to the size of the labels, as evaluations do
             for guess in enlarged(scores, batch[1]).argmax(1):
-                with atomic_write(path / f"{images:05}.png") as file:
+                with atomic_write(folder / f"{images:05}.png") as file:
                     Image.fromarray(colours(guess.cpu(), palette(data, scores.shape[1]))).save(file, "png")
                 images += 1
     if images:
-        return f"{images:,} predictions written to {path}"
+        return f"{images:,} predictions written to {folder}"
     labels, names = torch.cat(targets) if targets else None, None if values else data.class_names
     counted = labels is not None and labels.ndim == 1 and not labels.is_floating_point()
     if names is None and counted and not values:
         names = [*map(str, range(outputs[0][0].numel()))]
     count = sum(map(len, outputs))
     samples = NewSamples("index", range(count), torch.arange(count).__getitem__, labels)
-    return write_rows(path.with_name(f"{path.name}.csv"), samples, outputs, names)
+    return write_rows(table, samples, outputs, names)
 
 
 def write_rows(
@@ -89,11 +121,10 @@ def write_rows(
     """
     import pandas as pd  # only predictions need pandas
 
-    if sum(len(x) for x in outputs if isinstance(x, Tensor) and x.ndim) != len(samples.places):
-        raise ConfigurationError(
-            "predict: the outputs are no tensors with a row for each sample; return such tensors from predict_step"
-        )
-    values, table = torch.cat([*outputs]).cpu(), pd.DataFrame({samples.unit: samples.places})
+    rows = [x for x in outputs if isinstance(x, Tensor) and x.ndim]
+    if sum(map(len, rows)) != len(samples.places) or len({x.shape[1:] for x in rows}) > 1:
+        raise ConfigurationError(_NO_ROWS)
+    values, table = torch.cat(rows).cpu(), pd.DataFrame({samples.unit: samples.places})
     if samples.targets is not None and samples.targets.ndim == 1:
         table["target"] = samples.targets.tolist()
     if class_names is None or values.shape[1:] != (len(class_names),):
@@ -109,7 +140,7 @@ def write_rows(
         table = table.replace({"target": known})
         table["prediction"] = [known[guess] for guess in values.argmax(1).tolist()]
         columns, values = [f"probability_{name}" for name in class_names], values.float().softmax(1)
-    table[columns] = values.numpy()
+    table[columns] = values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
     write_text(path := unused(path), table.to_csv(index=False, lineterminator="\n"))
     return f"{len(table):,} predictions written to {path}"
 

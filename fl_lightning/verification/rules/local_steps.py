@@ -57,7 +57,7 @@ def learning_rate_0(trials: Trials) -> Violations:
     return "no weight moves at a learning rate of 0"
 
 
-@rule("pool with cohort.mean, or promise union_statistics")
+@rule("pool with cohort.mean, or add union_statistics to equalities")
 def pooled_weights(trials: Trials) -> Violations:
     """Check that pooled statistics weight each client by ``n_i / n``, its share of the samples.
 
