@@ -16,8 +16,18 @@ from fl_lightning.client_data.held_out import clients_in_order
 from fl_lightning.datamodules.images import Batch, balanced_subset
 from fl_lightning.datamodules.partition_file import Distribution, FromFile
 from fl_lightning.datamodules.partitions import IID, Natural, Partition
+from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.errors import ConfigurationError, check_at_least, counted
 from fl_lightning.randomness import generator
+
+
+def _drawn(
+    samples: Tensor, labels: Tensor, count: int, draws: torch.Generator, subjects: Subjects | None
+) -> Tensor:
+    """Draw ``count`` samples, stratified by label, or the same share of the samples' subjects."""
+    if subjects is None:
+        return samples[balanced_subset(labels[samples], count, draws)]
+    return subjects.subset(samples, count / max(len(samples), 1), draws)
 
 
 def _without(samples: Tensor, others: Tensor) -> Tensor:
@@ -210,8 +220,11 @@ class PartitionedDataModule(FederatedDataModule):
         train_groups: Tensor | None = None,
         test_groups: Tensor | None = None,
         group_names: Sequence[str] = (),
+        subjects: Subjects | None = None,
     ) -> Distribution:
         """Draw the subset and the server's validation data, and assign the rest to the clients.
+
+        All samples of a subject stay together: in the subset, and at the server or at one client.
 
         Args:
             train_labels: Class of each training sample, int64, shape ``[N]``.
@@ -220,10 +233,12 @@ class PartitionedDataModule(FederatedDataModule):
             test_groups: Group of each test sample, int64, shape ``[M]``. None: all groups share the
                 test samples.
             group_names: Names of the groups 0, 1, ...
+            subjects: Subject of each training and test sample. None: each sample is a subject.
 
         Raises:
             ConfigurationError: The partition is impossible, the validation data would be empty, a
-                label is not a class, or no client has ``min_examples`` samples.
+                label is not a class, a subject is in two parts, or no client has ``min_examples``
+                samples.
         """
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
@@ -231,11 +246,14 @@ class PartitionedDataModule(FederatedDataModule):
         used = torch.arange(num_train)
         if self.max_examples is not None:
             subset = generator(self.seed, "training subset")
-            used = balanced_subset(train_labels, min(self.max_examples, num_train), subset)
+            used = _drawn(used, labels, min(self.max_examples, num_train), subset, subjects)
+        size, unit = len(used), "training samples"
+        if subjects is not None:
+            size, unit = len(subjects.of_samples(used)), "subjects of the training samples"
         num_val = round(self.val_fraction * len(used))
-        if self.val_fraction > 0 and not 0 < num_val < len(used):
+        if self.val_fraction > 0 and not 0 < (taken := round(self.val_fraction * size)) < size:
             raise ConfigurationError(
-                f"val_fraction={self.val_fraction} takes {num_val} of {len(used)} training samples; "
+                f"val_fraction={self.val_fraction} takes {taken} of {size} {unit}; "
                 "use a value that leaves samples for both, or 0 for no validation set"
             )
         free, test = used, torch.arange(num_train, len(labels))
@@ -243,15 +261,22 @@ class PartitionedDataModule(FederatedDataModule):
         if isinstance(self.partition, FromFile):
             parts, free, test = self._from_file(self.partition, labels, num_train, used)
             clients = parts.pop("train")
+            if subjects is not None:
+                named = {
+                    f"{split} of client {client}": [part]
+                    for split in ("train", *parts)
+                    for client, part in enumerate(parts.get(split, clients))
+                }
+                subjects.check_apart(named | {"the server's data": [free, test]}, "data.subjects")
             own = {split: part for split, part in parts.items() if any(map(len, part))}
             if num_val > len(free):
                 raise ConfigurationError(
                     f"val_fraction={self.val_fraction} takes {num_val} training samples, but {self.partition} leaves {len(free)} that belong "
                     f"to no client; use at most {len(free) / len(used):.4g}"
                 )
-        val = free[balanced_subset(labels[free], num_val, generator(self.seed, "validation split"))]
+        val = _drawn(free, labels, num_val, generator(self.seed, "validation split"), subjects)
         if not isinstance(self.partition, FromFile):
-            clients, groups = self._drawn(labels, _without(used, val), train_groups)
+            clients, groups = self._dealt(labels, _without(used, val), train_groups, subjects)
             if groups and test_groups is not None:
                 own["test"] = [(test_groups == group).nonzero().flatten() + num_train for group in groups]
         dealt = Distribution(labels, num_train, clients, val, test, own, groups)
@@ -287,11 +312,27 @@ class PartitionedDataModule(FederatedDataModule):
                 )
         return replace(dealt, clients=clients, val=val, test=test)
 
-    def _drawn(self, labels: Tensor, train: Tensor, groups: Tensor | None) -> tuple[list[Tensor], list[int]]:
+    def _dealt(
+        self, labels: Tensor, train: Tensor, groups: Tensor | None, subjects: Subjects | None
+    ) -> tuple[list[Tensor], list[int]]:
         """Return each client's samples, and each client's group if the partition is ``Natural``."""
-        draws, of_train = generator(self.seed, "partition"), None if groups is None else groups[train]
-        parts = self.partition(labels[train], self._num_clients, draws, of_train)
-        clients = [train[part] for part in parts]
+        draws = generator(self.seed, "partition")
+        if subjects is None:
+            of_train = None if groups is None else groups[train]
+            parts = self.partition(labels[train], self._num_clients, draws, of_train)
+            clients = [train[part] for part in parts]
+        else:
+            every = subjects.of_samples(train)
+            by_label = not isinstance(getattr(self.partition, "partition", self.partition), IID | Natural)
+            if by_label and bool((mixed := subjects.mixed[every]).any()):
+                raise ConfigurationError(
+                    f"data.subjects: {subjects.names[int(every[mixed][0])]} has samples of several classes, which {self.partition} cannot "
+                    "divide by class; use data.partition: IID or Natural"
+                )
+            first = {int(subjects.of[sample]): sample for sample in train.flip(0).tolist()}
+            group_of = None if groups is None else groups[torch.tensor([first[x] for x in every.tolist()])]
+            parts = self.partition(subjects.labels[every], self._num_clients, draws, group_of)
+            clients = [subjects.samples(every[part], train) for part in parts]
         # HonestOnly contains the partition of the honest clients
         natural = isinstance(getattr(self.partition, "partition", self.partition), Natural)
         return clients, [int(groups[x[0]]) for x in clients] if natural and groups is not None else []

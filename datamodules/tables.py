@@ -16,6 +16,9 @@ from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.errors import ConfigurationError
 
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
+_ID = re.compile(
+    r"(?i)(^|[\W_])(patient|subject|participant|person|case|study|mrn|pid|id)s?($|[\W_])"
+)  # names of ids
 _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 """Words for missing values, in lower case."""
 _MAYBE = ("none", "-", ".")
@@ -27,7 +30,7 @@ _LIKE_NUMBER = re.compile(r"[\d\s.,:/'_+%\u2212-]+")
 def read_table(
     path: Path,
     targets: str | Sequence[str] | None,
-    groups: str | None,
+    named: Mapping[str, str | None],
     columns: Sequence[str] | None,
     decimal: str | None = None,
 ) -> dict[str, Any]:
@@ -36,14 +39,14 @@ def read_table(
     Args:
         path: A ``.csv`` file with a header, or a ``.parquet`` file.
         targets: Name of the target column, or a list of names. None: targets are not read.
-        groups: Name of the column of groups. None: no groups.
+        named: Column of ``groups`` and column of ``subjects``. None: the table has no such column.
         columns: Names of the feature columns. None: all columns that are neither targets nor
-            groups.
+            groups nor subjects.
         decimal: See :func:`read_frame`.
 
     Returns:
         ``features`` and ``targets`` (``pandas.DataFrame`` of text, see :func:`read_frame`), and
-        ``groups`` (list of text), if they are read.
+        ``groups`` and ``subjects`` (lists of text), if they are read.
 
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing.
@@ -51,8 +54,9 @@ def read_table(
     table = read_frame(path, decimal)
     header = [*table.columns]
     names = [targets] if isinstance(targets, str) else [*(targets or ())]
-    group = [groups] if groups is not None else []
-    used = [*columns] if columns is not None else [name for name in header if name not in (*names, *group)]
+    given = {setting: name for setting, name in named.items() if name is not None}
+    others = (*names, *given.values())
+    used = [*columns] if columns is not None else [name for name in header if name not in others]
     nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
     if columns is None and nameless:
         raise ConfigurationError(
@@ -65,7 +69,7 @@ def read_table(
         )
     if columns is not None and not used:
         raise ConfigurationError(f"data.columns: [] leaves no feature; name some of {', '.join(header)}")
-    for setting, wanted in (("targets", names), ("groups", group), ("columns", used)):
+    for setting, wanted in (("targets", names), *((x, [y]) for x, y in given.items()), ("columns", used)):
         for name in wanted:
             if header.count(name) != 1:
                 what = f"is {'no' if name not in header else 'more than one'} column"
@@ -75,8 +79,18 @@ def read_table(
     read: dict[str, Any] = {"features": table[used]}
     if names:
         read["targets"] = table[names]
-    if groups is not None:
-        read["groups"] = _names(path, "groups", table[groups])
+    read |= {setting: _names(path, setting, table[name]) for setting, name in given.items()}
+    read["features"].attrs["subject hint"] = ""
+    if "subjects" not in given:
+        ids = [name for name in header if name not in (*names, *given.values()) and _ID.search(name)]
+        counts = {name: table[name].nunique() for name in ids}
+        repeated = [name for name, count in counts.items() if 1 < count <= len(table) / 1.5]
+        if repeated:
+            name = repeated[0]
+            read["features"].attrs["subject hint"] = (
+                f"{len(table):,} rows, {counts[name]:,} values of {name}: are rows of one {name} to stay together? "
+                f"then set data.subjects: {name}"
+            )
     return read
 
 

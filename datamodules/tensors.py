@@ -15,7 +15,9 @@ from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
+from fl_lightning.datamodules.partition_file import Distribution
 from fl_lightning.datamodules.partitions import Natural
+from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.datamodules.tables import (
     MISSING,
     find_categories,
@@ -32,7 +34,17 @@ from fl_lightning.randomness import generator
 from fl_lightning.recorded import describe
 
 Array = Tensor | NDArray[Any]
-_PARTS = ("features", "targets", "groups", "test_features", "test_targets", "test_groups")
+_PARTS = (
+    "features",
+    "targets",
+    "groups",
+    "subjects",
+    "test_features",
+    "test_targets",
+    "test_groups",
+    "test_subjects",
+)
+_NAMES = ("groups", "subjects")  # parts whose values are names
 _BINS = 10
 
 
@@ -48,8 +60,8 @@ class TensorData(InMemorySamples):
 
     Args:
         features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
-            holds ``features`` and ``targets``; ``groups``, ``test_features``, ``test_targets`` and
-            ``test_groups`` are optional. A ``.csv`` file has a header. A ``.parquet`` file needs
+            holds ``features`` and ``targets``; ``groups``, ``subjects``, ``test_features``,
+            ``test_targets``, ``test_groups`` and ``test_subjects`` are optional. A ``.csv`` file has a header. A ``.parquet`` file needs
             the package pyarrow. Float64 is scaled as it is, and then converted to float32.
         targets: Tensor or array ``[N, ...]``. For a table: the name of the target column, or a list
             of names.
@@ -57,8 +69,12 @@ class TensorData(InMemorySamples):
             of groups. With groups, the default partition is ``Natural``, which makes each group a
             client. The partitions ``IID``, ``Dirichlet``, ``Shards``, ``GammaSimilarity`` and
             ``FromFile`` ignore groups and are refused.
+        subjects: Subject of each sample ``[N]``, such as a patient, as integers or names. For a
+            table: name of the column. All samples of a subject stay together in each part of the
+            data that is drawn: test data, validation data and clients. Shares such as
+            ``test_fraction`` are shares of the subjects.
         columns: Names of the feature columns of a table. Default: all columns that are neither
-            targets nor groups.
+            targets nor groups nor subjects.
         categorical: Names of the feature columns of a table that are categories. Columns of words
             are categories in any case. Each category of the training samples becomes an input that
             is 0 or 1. For other categories, all these inputs are 0.
@@ -68,6 +84,7 @@ class TensorData(InMemorySamples):
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
         test_groups: Group of each test sample. If it is given, each client has its own test data.
+        test_subjects: Subject of each test sample. No subject may have training and test samples.
         test_fraction: Share of the samples, in (0, 1), that becomes the test data if no test data
             are given. The draw is stratified and the same for every seed.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
@@ -90,24 +107,28 @@ class TensorData(InMemorySamples):
         targets: Any = None,
         *,
         groups: Any = None,
+        subjects: Any = None,
         columns: Sequence[str] | None = None,
         categorical: Sequence[str] = (),
         impute: Literal["mean", "median", "most_frequent"] | None = None,
         test_features: Any = None,
         test_targets: Any = None,
         test_groups: Any = None,
+        test_subjects: Any = None,
         test_fraction: float = 0.2,
         standardize: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        parts = features, targets, groups, test_features, test_targets, test_groups
+        parts = features, targets, groups, subjects, test_features, test_targets, test_groups, test_subjects
         given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
             given = _read(user_path("data.features", str(features)), given, columns)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]
+            if hint := table.attrs["subject hint"]:
+                self.notes.append(hint)
             categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
             self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal)
             given["features"] = raw_features(self.preprocessing, table, path)
@@ -126,13 +147,18 @@ class TensorData(InMemorySamples):
                 self.class_names = names if len(self.targets) == 1 else None
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
-        named = {name: x for name, x in given.items() if x is not None and "groups" in name}
-        data = {
-            n: _tensor(f"data.{n}", x, impute) for n, x in given.items() if x is not None and n not in named
-        }
-        numbers, self._group_names = _numbered(named)
-        self._data = data | numbers
+        known = {name: x for name, x in given.items() if x is not None}
+        data = {n: _tensor(f"data.{n}", x, impute) for n, x in known.items() if not n.endswith(_NAMES)}
+        named = {name: x for name, x in known.items() if name.endswith("groups")}
+        numbers, self._group_names = _numbered("groups", named)
+        of_subjects, self._subject_names = _numbered(
+            "subjects", {name: x for name, x in known.items() if name.endswith("subjects")}
+        )
+        self._data = data | numbers | of_subjects
         _check_lengths(self._data)
+        self._subject_setting = "data.subjects" + (f" {subjects}" if isinstance(subjects, str) else "")
+        if of_subjects:
+            self._check_subjects()
         if "test_targets" not in self._data:
             self._draws_test = True
         if settings.get("partition") is None and named:
@@ -158,6 +184,30 @@ class TensorData(InMemorySamples):
         kinds = [x.dtype for name, x in self._data.items() if "features" in name]
         self.preprocessing.dtype = _rounded(reduce(torch.promote_types, kinds))
         self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
+
+    def _check_subjects(self) -> None:
+        """Require that each subject is in one group, and not in training and test data."""
+        data, setting = self._data, self._subject_setting
+        count = sum(len(x) for name, x in data.items() if name.endswith("targets"))
+        self.notes.append(f"{count:,} samples of {len(self._subject_names):,} subjects ({setting})")
+        parts = [part for part in ("", "test_") if f"{part}targets" in data]
+        if missing := [part for part in parts if f"{part}subjects" not in data]:
+            raise ConfigurationError(
+                f"data.{missing[0]}subjects: missing, although {setting} is given; give the subject of each sample"
+            )
+        of = torch.cat([data[f"{part}subjects"] for part in parts])
+        every = Subjects(of, torch.zeros_like(of), self._subject_names)
+        edge = len(data["subjects"])
+        if len(parts) > 1:
+            split = torch.arange(len(of)).tensor_split([edge])
+            every.check_apart({"the training data": [split[0]], "the test data": [split[1]]}, setting)
+        if "groups" in data:
+            groups = torch.cat([data[f"{part}groups"] for part in parts if f"{part}groups" in data])
+            named = {
+                f"the group {name}": [(groups == group).nonzero().flatten()]
+                for group, name in enumerate(self._group_names)
+            }
+            every.check_apart(named, setting)
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, with the fitted preprocessing."""
@@ -210,13 +260,15 @@ class TensorData(InMemorySamples):
     def _make_clients(self) -> None:
         self.loaded = digest(self._data)
         parts = self._split()
-        dealt = self.distribute(
-            _strata(parts["targets"]),
-            _strata(parts["test_targets"]),
-            parts.get("groups"),
-            parts.get("test_groups"),
-            self._group_names,
-        )
+        strata = [_strata(parts[name]) for name in ("targets", "test_targets")]
+        subjects = None
+        if "subjects" in parts:
+            of = torch.cat([parts["subjects"], parts["test_subjects"]])
+            subjects = Subjects(of, torch.cat(strata), self._subject_names)
+        groups, test_groups = parts.get("groups"), parts.get("test_groups")
+        dealt = self.distribute(strata[0], strata[1], groups, test_groups, self._group_names, subjects)
+        if subjects is not None:
+            self._note_absent_classes(dealt)
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         trained = dealt.clients[: len(dealt.clients) - self._num_held_out]
@@ -227,19 +279,40 @@ class TensorData(InMemorySamples):
         self.notes += self.preprocessing.describe(features)
         self._give(Samples(self.preprocessing.inputs(features), targets))
 
+    def _note_absent_classes(self, dealt: Distribution) -> None:
+        """Add a note for each class whose subjects are all in the other parts of the data."""
+        if self.num_classes is None:
+            return
+        parts = {"training": torch.cat(dealt.clients), "validation": dealt.val, "test": dealt.test}
+        for part, samples in parts.items():
+            absent = set(dealt.labels.tolist()) - set(dealt.labels[samples].tolist())
+            if len(samples) and absent:
+                names = [self.class_names[x] if self.class_names else str(x) for x in sorted(absent)]
+                self.notes.append(
+                    f"no {part} sample has the class {', '.join(names)}: it has too few subjects"
+                )
+
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""
         data = self._data
         if "test_targets" in data:
             return data
-        strata = _strata(data["targets"])
-        count = round(self.test_fraction * len(strata))
-        if not 0 < count < len(strata):
+        strata, draws = _strata(data["targets"]), generator(0, "tensor test split")
+        size, unit = len(strata), "samples"
+        if "subjects" in data:
+            size, unit = len(self._subject_names), "subjects"
+        count = round(self.test_fraction * size)
+        if not 0 < count < size:
             raise ConfigurationError(
-                f"test_fraction={self.test_fraction} takes {count} of {len(strata)} samples; use a value that leaves samples for both"
+                f"test_fraction={self.test_fraction} takes {count} of {size} {unit}; use a value that leaves {unit} for both"
             )
+        if "subjects" in data:
+            subjects = Subjects(data["subjects"], strata, self._subject_names)
+            drawn = subjects.subset(torch.arange(len(strata)), self.test_fraction, draws)
+        else:
+            drawn = balanced_subset(strata, count, draws)
         is_test = torch.zeros(len(strata), dtype=torch.bool)
-        is_test[balanced_subset(strata, count, generator(0, "tensor test split"))] = True
+        is_test[drawn] = True
         test = {f"test_{name}": x[is_test] for name, x in data.items()}
         return {name: x[~is_test] for name, x in data.items()} | test
 
@@ -288,7 +361,8 @@ def _read(
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
     if path.suffix in (".csv", ".parquet"):
         targets = given["targets"] if labelled else None
-        return {**given, **read_table(path, targets, given["groups"], columns, decimal)}
+        names = {name: given[name] for name in _NAMES}
+        return {**given, **read_table(path, targets, names, columns, decimal)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
@@ -345,19 +419,20 @@ def _rounded(kind: torch.dtype) -> str:
 
 def _check_lengths(data: Mapping[str, Tensor]) -> None:
     for split in ("", "test_"):
-        names = [f"{split}{part}" for part in ("features", "targets", "groups")]
+        names = [f"{split}{part}" for part in ("features", "targets", *_NAMES)]
         sizes = {name: len(data[name]) for name in names if name in data}
         if sizes and (not {*names[:2]} <= sizes.keys() or len({*sizes.values()}) > 1 or 0 in sizes.values()):
             counts = ", ".join(f"data.{name}: {size} samples" for name, size in sizes.items())
             raise ConfigurationError(
-                f"{counts}; give features and targets, and groups if there are any, of the same samples"
+                f"{counts}; give features and targets, and groups and subjects if there are any, of the same samples"
             )
 
 
-def _numbered(groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Replace groups by numbers.
+def _numbered(kind: str, groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Replace groups or subjects by numbers.
 
     Args:
+        kind: ``"groups"`` or ``"subjects"``.
         groups: Groups of training samples, and of test samples, by name.
 
     Returns:
@@ -368,7 +443,7 @@ def _numbered(groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
     parts = [np.asarray(x) for x in groups.values()]
     names, numbers = np.unique(np.concatenate(parts), return_inverse=True)
     if (word := missing_word(names)) is not None:
-        raise ConfigurationError(f"data.groups: one group is {word or 'empty'}, {MISSING}")
+        raise ConfigurationError(f"data.{kind}: one {kind[:-1]} is {word or 'empty'}, {MISSING}")
     split = torch.split(torch.from_numpy(numbers).long(), [len(part) for part in parts])
     return dict(zip(groups, split, strict=True)), [*map(str, names)]
 

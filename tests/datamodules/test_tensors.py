@@ -358,7 +358,7 @@ def test_a_csv_of_a_spreadsheet_gives_its_columns_and_classes(text, names, encod
 def test_numbers_of_a_csv_are_the_nearest_floats():
     texts = ["0.1", "1e23", "123456789.123456789012", "2.2250738585072011e-308", "8.41470984807896504e-01"]
     Path("exact.csv").write_text("\n".join(["x,y", *(f"{text},0" for text in texts)]))
-    table = read_table(Path("exact.csv"), "y", None, None)["features"]
+    table = read_table(Path("exact.csv"), "y", {}, None)["features"]
     assert raw_features(Preprocessing(["x"]), table, Path("exact.csv"))[:, 0].tolist() == [*map(float, texts)]
 
 

@@ -149,6 +149,8 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
         f"{i % 7};{i % 5 or ''};{'I' * (i % 3)};{'ab'[i % 2]};{'yes' if i % 3 else 'no'}" for i in range(120)
     ]
     Path("data/patients_missing.csv").write_text("\n".join(["age;dose;stage;site;outcome", *rows]))
+    rows = [f"P{i % 30},{i % 7},{'ab'[i % 30 % 2]},{'yes' if i % 3 else 'no'}" for i in range(120)]
+    Path("data/visits.csv").write_text("\n".join(["patient,age,site,outcome", *rows]))
     Path("data/new_patients.csv").write_text("dose,age\n2,40\n3,50\n")
     Path("data/labelled_patients.csv").write_text("dose,age,outcome\n2,40,no\n3,50,yes\n")
     take_examples(monkeypatch)
