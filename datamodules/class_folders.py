@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.datamodules.images import balanced_subset
+from fl_lightning.datamodules.subjects import Subjects, subjects_of_files
 from fl_lightning.errors import ConfigurationError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -53,6 +54,10 @@ class ClassImages:
     def path(self, index: int) -> Path:
         """Return the path of an image."""
         return self.data_dir / os.fsdecode(self.names[int(index)])
+
+    def subjects(self, pattern: str) -> list[str]:
+        """Return the subject of each image, see :func:`subjects_of_files`."""
+        return subjects_of_files(pattern, (Path(os.fsdecode(name)) for name in self.names))
 
     def part(self, chosen: Tensor) -> "ClassImages":
         """Return some of the images, given by their indices or by a mask."""
@@ -108,6 +113,8 @@ class ClassFolders:
         data_dir: The folder that holds either ``train`` and ``test``, or the class folders.
         test_fraction: Share of each class's images, in (0, 1), that becomes the test set. Set this
             share only if ``data_dir`` directly holds the class folders.
+        subjects: Pattern of the subject in a file's path. All images of a subject are then in the
+            training set, or in the test set. None: each image is a subject.
 
     Attributes:
         classes: Names of the class folders in alphabetical order. A label is an index in this list.
@@ -116,8 +123,10 @@ class ClassFolders:
         ConfigurationError: The folder is missing or has another layout.
     """
 
-    def __init__(self, data_dir: Path, test_fraction: float | None = None) -> None:
-        self.data_dir, self.test_fraction = data_dir, test_fraction
+    def __init__(
+        self, data_dir: Path, test_fraction: float | None = None, subjects: str | None = None
+    ) -> None:
+        self.data_dir, self.test_fraction, self.subjects = data_dir, test_fraction, subjects
         self.layout = LAYOUT if test_fraction is None else "<class>/*.jpg"
         self.train_folder = data_dir / "train" if test_fraction is None else data_dir
         self.classes = self._class_names()
@@ -144,12 +153,20 @@ class ClassFolders:
             if not len(test_images):
                 raise wrong_layout(self.data_dir, f"image in {self.test_folder.name}/", self.layout)
             return images, test_images
-        count = round(self.test_fraction * len(images))
-        if not 0 < count < len(images):
+        names = None if self.subjects is None else images.subjects(self.subjects)
+        size, unit = (len(images), "image") if names is None else (len({*names}), "subject")
+        count = round(self.test_fraction * size)
+        if not 0 < count < size:
             both = f"for both training and test with test_fraction={self.test_fraction}"
-            raise wrong_layout(self.data_dir, f"image {both}", self.layout)
+            raise wrong_layout(self.data_dir, f"{unit} {both}", self.layout)
+        draws = split or torch.default_generator
+        if names is None:
+            drawn = balanced_subset(images.labels, count, draws)
+        else:
+            subjects = Subjects.of_names(names, images.labels)
+            drawn = subjects.subset(torch.arange(len(images)), self.test_fraction, draws)
         is_test = torch.zeros(len(images), dtype=torch.bool)
-        is_test[balanced_subset(images.labels, count, split or torch.default_generator)] = True
+        is_test[drawn] = True
         return images.part(~is_test), images.part(is_test)
 
     def _class_names(self) -> list[str]:

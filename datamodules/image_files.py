@@ -206,6 +206,7 @@ class ImageFiles(InMemoryDataModule):
         train_groups: Sequence[int] | None = None,
         test_groups: Sequence[int] | None = None,
         group_names: Sequence[str] = (),
+        subjects: Sequence[str] = (),
     ) -> ImageData:
         """Read images, from the cache if it is valid.
 
@@ -215,6 +216,8 @@ class ImageFiles(InMemoryDataModule):
             train_groups: Group of each training image. None: no groups.
             test_groups: Group of each test image. None: all groups share the test images.
             group_names: Names of the groups 0, 1, ...
+            subjects: Subject of each training image, then of each test image, such as a column of
+                a CSV. Empty: each image is a subject.
 
         Raises:
             ConfigurationError: An image cannot be read.
@@ -234,4 +237,4 @@ class ImageFiles(InMemoryDataModule):
         labels = torch.tensor([label for _, label in (*train, *test)])
         groups, of_test = (None if g is None else torch.tensor(g) for g in (train_groups, test_groups))
         parts = images[:count], labels[:count], images[count:], labels[count:]
-        return ImageData(*parts, groups, of_test, group_names)
+        return ImageData(*parts, groups, of_test, group_names, subjects)

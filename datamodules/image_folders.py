@@ -8,6 +8,7 @@ from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, Sample,
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.partitions import Natural
+from fl_lightning.datamodules.subjects import subjects_of_files
 from fl_lightning.randomness import generator
 
 
@@ -23,6 +24,10 @@ class ImageFolder(ImageFiles):
         test_fraction: Share of each class's images, in (0, 1), that becomes the test set. The draw
             depends on the seed. Set this share only if ``data_dir`` directly holds the class
             folders.
+        subjects: Regular expression that finds the subject, such as a patient, in a file's path below
+            ``data_dir``: for example ``P[0-9]+``, or ``([^/]+)/[^/]+$`` for the name of the folder.
+            All images of a subject stay together in each part of the data that is drawn, and shares
+            are shares of the subjects. Default: each image is a subject.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -34,9 +39,16 @@ class ImageFolder(ImageFiles):
     class_names: list[str]
 
     def __init__(
-        self, data_dir: str, image_size: int, *, test_fraction: float | None = None, **settings: Any
+        self,
+        data_dir: str,
+        image_size: int,
+        *,
+        test_fraction: float | None = None,
+        subjects: str | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(data_dir, image_size, **settings)
+        self.subjects = subjects
         if test_fraction is not None:
             self._draws_test = True
         self.folders = self._folders(test_fraction)
@@ -44,7 +56,7 @@ class ImageFolder(ImageFiles):
         self.num_classes = len(self.class_names)
 
     def _folders(self, test_fraction: float | None) -> dict[str, ClassFolders]:
-        return {"": ClassFolders(self.data_dir, test_fraction)}
+        return {"": ClassFolders(self.data_dir, test_fraction, self.subjects)}
 
     def _split(self, domain: int) -> Generator:
         return generator(self.seed, "test split")
@@ -52,13 +64,18 @@ class ImageFolder(ImageFiles):
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
         train, test, groups, of_test = list[Sample](), list[Sample](), list[int](), list[int]()
+        subjects = list[str]()
         for domain, folders in enumerate(self.folders.values()):
             images, test_images = folders.images(self.class_names, self._split(domain))
             train, test = train + images.samples(), test + test_images.samples()
             groups += [domain] * len(images)
             of_test += [domain] * len(test_images)
-        names = [*filter(None, self.folders)]
-        return self.read(train, test, groups, of_test, names) if names else self.read(train, test)
+        if self.subjects is not None:
+            files = [path.relative_to(self.data_dir) for path, _ in (*train, *test)]
+            subjects = subjects_of_files(self.subjects, files)
+        if not (names := [*filter(None, self.folders)]):
+            return self.read(train, test, subjects=subjects)
+        return self.read(train, test, groups, of_test, names, subjects)
 
 
 class ImageDomains(ImageFolder):
@@ -76,6 +93,7 @@ class ImageDomains(ImageFolder):
         test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
             test set. The draw depends on the seed. Set this share only for the layout
             ``<domain>/<class>/*.jpg``.
+        subjects: See :class:`ImageFolder`. A subject may not be in two domains.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -91,7 +109,7 @@ class ImageDomains(ImageFolder):
         if not domains:
             layouts = f"{LAYOUT}, or with <class>/*.jpg and test_fraction set"
             raise wrong_layout(self.data_dir, "folder", f"a folder for each domain, each with {layouts}")
-        return {name: ClassFolders(self.data_dir / name, test_fraction) for name in domains}
+        return {name: ClassFolders(self.data_dir / name, test_fraction, self.subjects) for name in domains}
 
     def _split(self, domain: int) -> Generator:
         return generator(self.seed, "test split", domain)

@@ -31,6 +31,8 @@ class ImageData:
         test_groups: Group of each test image, int64, shape ``[M]``. None: all groups share the test
             images.
         group_names: Names of the groups 0, 1, ...
+        subjects: Name of the subject of each training image, then of each test image. Empty: each
+            image is a subject.
 
     Raises:
         ConfigurationError: Images, labels or groups have another type or shape, or the number of
@@ -44,6 +46,7 @@ class ImageData:
     train_groups: Tensor | None = None
     test_groups: Tensor | None = None
     group_names: Sequence[str] = ()
+    subjects: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         kinds = {

@@ -13,6 +13,7 @@ from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.preprocessing import channel_normalization
 from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
+from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.errors import check_at_least
 from fl_lightning.randomness import generator, permutation
 
@@ -161,7 +162,8 @@ class InMemoryDataModule(InMemorySamples):
         data = self.load()
         labels = data.train_labels, data.test_labels
         self.loaded = digest(data.train_images, data.test_images, *labels)
-        self.distribute(*labels, data.train_groups, data.test_groups, data.group_names)
+        subjects = Subjects.of_names(data.subjects, torch.cat(labels)) if data.subjects else None
+        self.distribute(*labels, data.train_groups, data.test_groups, data.group_names, subjects)
         seen = data.train_images[self.trained()] if self.held_out else data.train_images
         mean, std = channel_statistics(seen, self.scale)
         known = self.mean or mean, self.std or std

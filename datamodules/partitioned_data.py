@@ -68,6 +68,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     distribution: Distribution
     default_partition: type[Partition] = IID
+    _subject_setting = "data.subjects"
     _draws_test = False  # whether the test data are drawn from the same samples as the training data
 
     def __init__(
@@ -243,6 +244,10 @@ class PartitionedDataModule(FederatedDataModule):
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
         labels, num_train = torch.cat([train_labels, test_labels]), len(train_labels)
+        if subjects is not None:
+            self._check_subjects(
+                subjects, num_train, [x for x in (train_groups, test_groups) if x is not None], group_names
+            )
         used = torch.arange(num_train)
         if self.max_examples is not None:
             subset = generator(self.seed, "training subset")
@@ -267,7 +272,7 @@ class PartitionedDataModule(FederatedDataModule):
                     for split in ("train", *parts)
                     for client, part in enumerate(parts.get(split, clients))
                 }
-                subjects.check_apart(named | {"the server's data": [free, test]}, "data.subjects")
+                subjects.check_apart(named | {"the server's data": [free, test]}, self._subject_setting)
             own = {split: part for split, part in parts.items() if any(map(len, part))}
             if num_val > len(free):
                 raise ConfigurationError(
@@ -288,8 +293,38 @@ class PartitionedDataModule(FederatedDataModule):
         if self._num_held_out:
             dealt = self._without_held_out(_chosen(dealt, order), train_groups)
         self.distribution = dealt
+        if subjects is not None:
+            self._note_absent_classes(dealt)
         self.client_names = [group_names[group] for group in dealt.groups] if group_names else []
         return dealt
+
+    def _check_subjects(
+        self, subjects: Subjects, num_train: int, groups: Sequence[Tensor], group_names: Sequence[str]
+    ) -> None:
+        """Require that each subject is in one group, and not in training and test data."""
+        count, setting = len(subjects.of), self._subject_setting
+        self.notes.append(f"{count:,} samples of {len(subjects.names):,} subjects ({setting})")
+        if not isinstance(self.partition, FromFile):  # a file may assign test samples to clients
+            train, test = torch.arange(count).tensor_split([num_train])
+            subjects.check_apart({"the training data": [train], "the test data": [test]}, setting)
+        if groups:
+            of = torch.cat([*groups])
+            every = {group_names[x] if group_names else str(x): of == x for x in sorted({*of.tolist()})}
+            named = {f"the group {name}": [here.nonzero().flatten()] for name, here in every.items()}
+            subjects.check_apart(named, setting)
+
+    def _note_absent_classes(self, dealt: Distribution) -> None:
+        """Add a note for each class whose subjects are all in the other parts of the data."""
+        if self.num_classes is None:
+            return
+        parts = {"training": torch.cat(dealt.clients), "validation": dealt.val, "test": dealt.test}
+        for part, samples in parts.items():
+            absent = set(dealt.labels.tolist()) - set(dealt.labels[samples].tolist())
+            if len(samples) and absent:
+                names = [self.class_names[x] if self.class_names else str(x) for x in sorted(absent)]
+                self.notes.append(
+                    f"no {part} sample has the class {', '.join(names)}: it has too few subjects"
+                )
 
     def _without_held_out(self, dealt: Distribution, groups: Tensor | None) -> Distribution:
         """Take the samples of clients that never train out of the server's evaluation data.

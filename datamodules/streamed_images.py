@@ -21,6 +21,7 @@ from fl_lightning.datamodules.images import Batch
 from fl_lightning.datamodules.new_images import new_images
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.datamodules.streamed import StreamedClient, StreamedSamples
+from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.errors import ConfigurationError, check_at_least
 
 Transform = Callable[[Image.Image], Tensor]
@@ -82,6 +83,10 @@ class StreamedImages(PartitionedDataModule):
         pixel_range: Values of images of more than 8 bits that become 0 and 255, such as [0, 4095].
             Default: the smallest and the largest value of the training images, which are then read
             at each start.
+        subjects: Regular expression that finds the subject, such as a patient, in a file's path below
+            ``data_dir``: for example ``P[0-9]+``, or ``([^/]+)/[^/]+$`` for the name of the folder.
+            All images of a subject stay together in each part of the data that is drawn, and shares
+            are shares of the subjects. Default: each image is a subject.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
@@ -107,6 +112,7 @@ class StreamedImages(PartitionedDataModule):
         mean: tuple[float, float, float] = (0.485, 0.456, 0.406),
         std: tuple[float, float, float] = (0.229, 0.224, 0.225),
         pixel_range: tuple[float, float] | None = None,
+        subjects: str | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(eval_batch_size=eval_batch_size, **settings)
@@ -116,7 +122,7 @@ class StreamedImages(PartitionedDataModule):
                 f"crop_scale must be two shares such as [0.08, 1.0], found {list(crop_scale)}"
             )
         self.pixel_range = checked_range(pixel_range)
-        self.folders = ClassFolders(Path(data_dir).expanduser())
+        self.folders, self.subjects = ClassFolders(Path(data_dir).expanduser()), subjects
         self.class_names, self.num_classes = self.folders.classes, len(self.folders.classes)
         self.image_size, self.input_shape = image_size, (3, image_size, image_size)
         self.threads, self.normalize = threads, channel_normalization(mean, std)
@@ -147,9 +153,11 @@ class StreamedImages(PartitionedDataModule):
             for transform in (self._augment, self._plain)
         )
         self.loaded = self._content(torch.arange(len(files)))
-        shares = [
-            self._part(self.train_images, x) for x in self.distribute(train.labels, test.labels).clients
-        ]
+        subjects = None
+        if self.subjects is not None:
+            subjects = Subjects.of_names(files.subjects(self.subjects), labels)
+        dealt = self.distribute(train.labels, test.labels, subjects=subjects)
+        shares = [self._part(self.train_images, x) for x in dealt.clients]
         self._clients = [StreamedClient(share, self.batch_size) for share in shares]
 
     def _loader(self, samples: Tensor) -> DataLoader[Batch]:

@@ -1,12 +1,39 @@
 """Subjects, such as patients: all samples of a subject stay in one part of the data."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.datamodules.images import balanced_subset
 from fl_lightning.errors import ConfigurationError
+
+
+def subjects_of_files(pattern: str, files: Iterable[Path]) -> list[str]:
+    """Return the subject of each file: what the pattern matches in the file's path.
+
+    Args:
+        pattern: Regular expression. If it has a group, the group is the subject.
+        files: Paths below the folder of the data set.
+
+    Raises:
+        ConfigurationError: The pattern is no regular expression, or matches no part of a path.
+    """
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise ConfigurationError(f"data.subjects: {pattern!r} is no regular expression: {error}") from error
+    subjects = []
+    for file in files:
+        if (found := search(file.as_posix())) is None:
+            raise ConfigurationError(
+                f"data.subjects: {pattern!r} is in no part of the path {file}; give a pattern that each path has, such as P[0-9]+"
+            )
+        subjects.append(next((group for group in found.groups() if group is not None), found[0]))
+    return subjects
 
 
 class Subjects:
@@ -32,6 +59,12 @@ class Subjects:
         counts = torch.zeros(len(names), int(labels.max()) + 1, dtype=torch.int64)
         counts.index_put_((of, labels), torch.ones_like(of), accumulate=True)
         self.labels, self.mixed = counts.argmax(1), (counts > 0).sum(1) > 1
+
+    @classmethod
+    def of_names(cls, names: Sequence[str], labels: Tensor) -> "Subjects":
+        """Return the subjects of samples, given by the subject's name of each sample."""
+        every, of = np.unique(np.asarray(names), return_inverse=True)
+        return cls(torch.from_numpy(of).long(), labels, [*map(str, every)])
 
     def of_samples(self, samples: Tensor) -> Tensor:
         """Return the subjects of some samples, ascending."""

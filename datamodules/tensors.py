@@ -15,7 +15,6 @@ from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
-from fl_lightning.datamodules.partition_file import Distribution
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.datamodules.tables import (
@@ -156,9 +155,13 @@ class TensorData(InMemorySamples):
         )
         self._data = data | numbers | of_subjects
         _check_lengths(self._data)
-        self._subject_setting = "data.subjects" + (f" {subjects}" if isinstance(subjects, str) else "")
-        if of_subjects:
-            self._check_subjects()
+        if isinstance(subjects, str):
+            self._subject_setting = f"data.subjects {subjects}"
+        for part in ("", "test_") if of_subjects else ():
+            if f"{part}targets" in data and f"{part}subjects" not in of_subjects:
+                raise ConfigurationError(
+                    f"data.{part}subjects: missing, although subjects are given; give the subject of each sample"
+                )
         if "test_targets" not in self._data:
             self._draws_test = True
         if settings.get("partition") is None and named:
@@ -184,30 +187,6 @@ class TensorData(InMemorySamples):
         kinds = [x.dtype for name, x in self._data.items() if "features" in name]
         self.preprocessing.dtype = _rounded(reduce(torch.promote_types, kinds))
         self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
-
-    def _check_subjects(self) -> None:
-        """Require that each subject is in one group, and not in training and test data."""
-        data, setting = self._data, self._subject_setting
-        count = sum(len(x) for name, x in data.items() if name.endswith("targets"))
-        self.notes.append(f"{count:,} samples of {len(self._subject_names):,} subjects ({setting})")
-        parts = [part for part in ("", "test_") if f"{part}targets" in data]
-        if missing := [part for part in parts if f"{part}subjects" not in data]:
-            raise ConfigurationError(
-                f"data.{missing[0]}subjects: missing, although {setting} is given; give the subject of each sample"
-            )
-        of = torch.cat([data[f"{part}subjects"] for part in parts])
-        every = Subjects(of, torch.zeros_like(of), self._subject_names)
-        edge = len(data["subjects"])
-        if len(parts) > 1:
-            split = torch.arange(len(of)).tensor_split([edge])
-            every.check_apart({"the training data": [split[0]], "the test data": [split[1]]}, setting)
-        if "groups" in data:
-            groups = torch.cat([data[f"{part}groups"] for part in parts if f"{part}groups" in data])
-            named = {
-                f"the group {name}": [(groups == group).nonzero().flatten()]
-                for group, name in enumerate(self._group_names)
-            }
-            every.check_apart(named, setting)
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, with the fitted preprocessing."""
@@ -267,8 +246,6 @@ class TensorData(InMemorySamples):
             subjects = Subjects(of, torch.cat(strata), self._subject_names)
         groups, test_groups = parts.get("groups"), parts.get("test_groups")
         dealt = self.distribute(strata[0], strata[1], groups, test_groups, self._group_names, subjects)
-        if subjects is not None:
-            self._note_absent_classes(dealt)
         features = torch.cat([parts["features"], parts["test_features"]])
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         trained = dealt.clients[: len(dealt.clients) - self._num_held_out]
@@ -278,19 +255,6 @@ class TensorData(InMemorySamples):
             self.notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
         self.notes += self.preprocessing.describe(features)
         self._give(Samples(self.preprocessing.inputs(features), targets))
-
-    def _note_absent_classes(self, dealt: Distribution) -> None:
-        """Add a note for each class whose subjects are all in the other parts of the data."""
-        if self.num_classes is None:
-            return
-        parts = {"training": torch.cat(dealt.clients), "validation": dealt.val, "test": dealt.test}
-        for part, samples in parts.items():
-            absent = set(dealt.labels.tolist()) - set(dealt.labels[samples].tolist())
-            if len(samples) and absent:
-                names = [self.class_names[x] if self.class_names else str(x) for x in sorted(absent)]
-                self.notes.append(
-                    f"no {part} sample has the class {', '.join(names)}: it has too few subjects"
-                )
 
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""

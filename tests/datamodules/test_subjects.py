@@ -10,8 +10,19 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupShuffleSplit
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import IID, Dirichlet, FromFile, HonestOnly, Shards, TensorData
+from fl_lightning.datamodules import (
+    IID,
+    Dirichlet,
+    FromFile,
+    HonestOnly,
+    ImageDomains,
+    ImageFolder,
+    Shards,
+    StreamedImages,
+    TensorData,
+)
 from fl_lightning.datamodules.subjects import Subjects
+from tests.support.colour_folders import save
 from tests.support.command_line import main
 
 
@@ -137,7 +148,7 @@ def test_a_subject_in_two_groups_or_in_training_and_test_data_is_refused():
     ):
         table(**tests, test_subjects=[11, 12])
     with pytest.raises(
-        ConfigurationError, match=r"data\.test_subjects: missing, although data\.subjects is given"
+        ConfigurationError, match=r"data\.test_subjects: missing, although subjects are given"
     ):
         table(**tests)
     assert len(table(**tests, test_subjects=[12, 13]).distribution.test) == 2
@@ -261,3 +272,80 @@ def test_visits_split_by_patient_predict_no_chance_labels():
             LogisticRegression().fit(features[train], label[train]).score(features[test], label[test])
         )
     assert np.mean(scores) < 0.6
+
+
+PATTERN = r"P\d+"
+
+
+def write_images(root, layout):
+    """Write three images of each of 20 patients; the class of a patient is its number modulo 2."""
+    for patient in range(20):
+        for image in range(3):
+            place = layout.format(
+                split="test" if patient >= 14 else "train", label="ab"[patient % 2], patient=patient
+            )
+            save(root / f"{place}_{image}.png", torch.full((6, 6, 3), 12 * patient + image))
+
+
+@pytest.mark.parametrize(
+    ("layout", "pattern"),
+    [
+        ("{label}/P{patient:02}", PATTERN),
+        ("{label}/P{patient:02}/scan", r"([^/]+)/[^/]+$"),
+        ("{label}/P{patient:02}", r"/(P\d+)_"),
+    ],
+)
+def test_images_of_a_subject_stay_together(tmp_path, layout, pattern):
+    write_images(tmp_path / "images", layout)
+    settings = {"num_clients": 2, "batch_size": 4, "val_fraction": 0.25, "test_fraction": 0.2}
+    data = ImageFolder(str(tmp_path / "images"), 6, subjects=pattern, cache_dir=str(tmp_path), **settings)
+    data.setup("fit")
+    found = {name: patients_of_images(data, samples) for name, samples in parts_of(data).items()}
+    assert sum(map(len, found.values())) == len(set.union(*found.values())) == 20
+    assert (len(found["test"]), len(found["val"])) == (4, 4)
+    assert "60 samples of 20 subjects (data.subjects)" in data.notes
+
+
+def patients_of_images(data, samples):
+    """The patients of images, by the brightness of their pixels."""
+    scaled = data.samples.inputs[samples].reshape(len(samples), -1)[:, 0]
+    return {int(value) // 12 for value in scaled.tolist()}
+
+
+def test_domains_may_not_share_a_subject(tmp_path):
+    for domain in ("one", "two"):
+        write_images(tmp_path / "images" / domain, "{split}/{label}/" + domain + "P{patient:02}")
+    settings = {"batch_size": 4, "cache_dir": str(tmp_path)}
+    ImageDomains(str(tmp_path / "images"), 6, subjects=r"(one|two)P\d+", **settings)
+    data = ImageDomains(str(tmp_path / "images"), 6, subjects=r"[onetw]+P\d+", **settings)
+    data.setup("fit")
+    with pytest.raises(
+        ConfigurationError, match=r"subject P00 is in the group one and in the group two; give all"
+    ):
+        ImageDomains(str(tmp_path / "images"), 6, subjects=PATTERN, **settings).setup("fit")
+
+
+def test_streamed_images_of_a_subject_stay_together(tmp_path):
+    write_images(tmp_path / "images", "{split}/{label}/P{patient:02}")
+    settings = {"num_clients": 2, "batch_size": 4, "val_fraction": 0.2}
+    data = StreamedImages(str(tmp_path / "images"), 6, subjects=PATTERN, **settings)
+    data.setup("fit")
+    files = [path.name for path, _ in data.images.files.samples()]
+    found = [{files[i][:3] for i in samples.tolist()} for samples in parts_of(data).values()]
+    assert sum(map(len, found)) == len(set.union(*found)) == 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("Q[0-9]+", "'Q.* is in no part of the path a/P00_0.png; give a pattern"),
+        ("P(", "no regular expression: missing"),
+    ],
+)
+def test_a_pattern_that_finds_no_subject_is_refused(tmp_path, pattern, told):
+    write_images(tmp_path / "images", "{label}/P{patient:02}")
+    data = ImageFolder(
+        str(tmp_path / "images"), 6, subjects=pattern, test_fraction=0.2, cache_dir=str(tmp_path)
+    )
+    with pytest.raises(ConfigurationError, match=rf"data\.subjects: .*{told}"):
+        data.setup("fit")
