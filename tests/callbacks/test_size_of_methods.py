@@ -17,7 +17,7 @@ LIMITS = {
     "FedPer": (["callbacks/fedper.py"], 10),
     "FedRep": (["callbacks/fedrep.py"], 25),
     "FedBABU": (["callbacks/fedbabu.py"], 25),
-    "FedNova": (["callbacks/fednova.py"], 30),
+    "FedNova": (["callbacks/fednova.py"], 34),
     "FedDyn": (["callbacks/feddyn.py"], 40),
     "AdaBN": (["callbacks/adabn.py"], 20),
     "FedTAN": (["callbacks/fedtan.py", "fl_lightning/batch_norm/joint.py"], 150),
