@@ -14,7 +14,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from fl_lightning import ConfigurationError
-from fl_lightning.client_data.preprocessing import Preprocessing
+from fl_lightning.client_data.preprocessing import Preprocessing, restored_preprocessing
 from fl_lightning.datamodules import TensorData
 from fl_lightning.datamodules.tables import raw_features, read_frame
 
@@ -38,6 +38,11 @@ def patients(count=120):
         table.loc[draw.choice(count, 15, replace=False), column] = None
     table.loc[count - 1, "stage"] = "IV"
     return table
+
+
+def test_without_preprocessing_inputs_are_not_changed():
+    inputs = torch.rand(2, 3, 4)
+    assert restored_preprocessing(None)(inputs) is inputs
 
 
 def transformed(preprocessing, table, path):

@@ -747,6 +747,13 @@ def test_step_counts_that_are_kept_refuse_a_step_without_gradient():
         fit(module, data(), rounds=8, callbacks=[MaintainedMomentum()])
 
 
+def test_step_counts_of_a_new_round_train_a_branch_for_some_rounds():
+    module = FederatedModule(made(Branches), client_optimizer=adam, local_steps=1)
+    before = {name: value.clone() for name, value in module.model.side.state_dict().items()}
+    fit(module, data(), rounds=8)
+    assert any(not torch.equal(value, before[name]) for name, value in module.model.side.state_dict().items())
+
+
 def test_dampened_momentum_that_is_kept_trains_a_branch_for_some_batches():
     """It starts from zeros, so that a parameter's first step is as every other."""
     module = FederatedModule(made(Branches), client_optimizer=DAMPENED, local_steps=STEPS)
