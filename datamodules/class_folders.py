@@ -56,7 +56,7 @@ class ClassImages:
         return self.data_dir / os.fsdecode(self.names[int(index)])
 
     def subjects(self, pattern: str) -> list[str]:
-        """Return the subject of each image, see :func:`subjects_of_files`."""
+        """Return the subject of each image, see :func:`~fl_lightning.datamodules.subjects.subjects_of_files`."""
         return subjects_of_files(pattern, (Path(os.fsdecode(name)) for name in self.names))
 
     def part(self, chosen: Tensor) -> "ClassImages":
