@@ -55,9 +55,15 @@ class ClassImages:
         """Return the path of an image."""
         return self.data_dir / os.fsdecode(self.names[int(index)])
 
-    def subjects(self, pattern: str) -> list[str]:
-        """Return the subject of each image, see :func:`~fl_lightning.datamodules.subjects.subjects_of_files`."""
-        return subjects_of_files(pattern, (Path(os.fsdecode(name)) for name in self.names))
+    def subjects(self, pattern: str, root: Path | None = None) -> list[str]:
+        """Return the subject of each image: what the pattern matches in the path below ``root``.
+
+        Args:
+            pattern: See :func:`~fl_lightning.datamodules.subjects.subjects_of_files`.
+            root: A folder that holds ``data_dir``. Default: ``data_dir``.
+        """
+        below = self.data_dir.relative_to(root or self.data_dir)
+        return subjects_of_files(pattern, (below / os.fsdecode(name) for name in self.names))
 
     def part(self, chosen: Tensor) -> "ClassImages":
         """Return some of the images, given by their indices or by a mask."""
@@ -115,6 +121,7 @@ class ClassFolders:
             share only if ``data_dir`` directly holds the class folders.
         subjects: Pattern of the subject in a file's path. All images of a subject are then in the
             training set, or in the test set. None: each image is a subject.
+        root: Folder below which the path is matched. Default: ``data_dir``.
 
     Attributes:
         classes: Names of the class folders in alphabetical order. A label is an index in this list.
@@ -124,9 +131,14 @@ class ClassFolders:
     """
 
     def __init__(
-        self, data_dir: Path, test_fraction: float | None = None, subjects: str | None = None
+        self,
+        data_dir: Path,
+        test_fraction: float | None = None,
+        subjects: str | None = None,
+        root: Path | None = None,
     ) -> None:
-        self.data_dir, self.test_fraction, self.subjects = data_dir, test_fraction, subjects
+        self.data_dir, self.test_fraction = data_dir, test_fraction
+        self.subjects, self.root = subjects, root
         self.layout = LAYOUT if test_fraction is None else "<class>/*.jpg"
         self.train_folder = data_dir / "train" if test_fraction is None else data_dir
         self.classes = self._class_names()
@@ -153,7 +165,7 @@ class ClassFolders:
             if not len(test_images):
                 raise wrong_layout(self.data_dir, f"image in {self.test_folder.name}/", self.layout)
             return images, test_images
-        names = None if self.subjects is None else images.subjects(self.subjects)
+        names = None if self.subjects is None else images.subjects(self.subjects, self.root)
         size, unit = (len(images), "image") if names is None else (len({*names}), "subject")
         count = round(self.test_fraction * size)
         if not 0 < count < size:

@@ -93,7 +93,8 @@ class ImageDomains(ImageFolder):
         test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
             test set. The draw depends on the seed. Set this share only for the layout
             ``<domain>/<class>/*.jpg``.
-        subjects: See :class:`ImageFolder`. A subject may not be in two domains.
+        subjects: See :class:`ImageFolder`. A subject may not be in two domains. If domains number
+            their subjects alike, let the pattern match the domain, too: ``^.*P[0-9]+``.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
 
     Raises:
@@ -109,7 +110,8 @@ class ImageDomains(ImageFolder):
         if not domains:
             layouts = f"{LAYOUT}, or with <class>/*.jpg and test_fraction set"
             raise wrong_layout(self.data_dir, "folder", f"a folder for each domain, each with {layouts}")
-        return {name: ClassFolders(self.data_dir / name, test_fraction, self.subjects) for name in domains}
+        given = test_fraction, self.subjects, self.data_dir
+        return {name: ClassFolders(self.data_dir / name, *given) for name in domains}
 
     def _split(self, domain: int) -> Generator:
         return generator(self.seed, "test split", domain)

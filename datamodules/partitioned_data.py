@@ -280,6 +280,10 @@ class PartitionedDataModule(FederatedDataModule):
                     f"to no client; use at most {len(free) / len(used):.4g}"
                 )
         val = _drawn(free, labels, num_val, generator(self.seed, "validation split"), subjects)
+        if self.val_fraction > 0 and not len(val):
+            raise ConfigurationError(
+                f"val_fraction={self.val_fraction} takes no subject of those that belong to no client; use a larger value, or 0"
+            )
         if not isinstance(self.partition, FromFile):
             clients, groups = self._dealt(labels, _without(used, val), train_groups, subjects)
             if groups and test_groups is not None:

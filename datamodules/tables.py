@@ -16,6 +16,7 @@ from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.errors import ConfigurationError
 
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
+_FEWEST = 10  # different ids of a column of ids; "case" with "yes" and "no" is none
 _ID = re.compile(
     r"(?i)(^|[\W_])(patient|subject|participant|person|case|study|mrn|pid|id)s?($|[\W_])"
 )  # names of ids
@@ -84,7 +85,7 @@ def read_table(
     if "subjects" not in given:
         ids = [name for name in header if name not in (*names, *given.values()) and _ID.search(name)]
         counts = {name: table[name].nunique() for name in ids}
-        repeated = [name for name, count in counts.items() if 1 < count <= len(table) / 1.5]
+        repeated = [name for name, count in counts.items() if _FEWEST <= count <= len(table) / 1.5]
         if repeated:
             name = repeated[0]
             read["features"].attrs["subject hint"] = (

@@ -60,8 +60,9 @@ class TensorData(InMemorySamples):
     Args:
         features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
             holds ``features`` and ``targets``; ``groups``, ``subjects``, ``test_features``,
-            ``test_targets``, ``test_groups`` and ``test_subjects`` are optional. A ``.csv`` file has a header. A ``.parquet`` file needs
-            the package pyarrow. Float64 is scaled as it is, and then converted to float32.
+            ``test_targets``, ``test_groups`` and ``test_subjects`` are optional. A ``.csv`` file has a
+            header. A ``.parquet`` file needs the package pyarrow. Float64 is scaled in float64, and
+            then converted to float32.
         targets: Tensor or array ``[N, ...]``. For a table: the name of the target column, or a list
             of names.
         groups: Group of each sample ``[N]``, as integers or names. For a table: name of the column

@@ -68,6 +68,7 @@ class RestoredRun:
 
     Attributes:
         data: What the checkpoint knows about the run's data.
+        limit: The run's ``trainer.limit_predict_batches``.
         kept: Callback with the batches that ``trainer`` predicts.
         own_data: The run's data module; None unless it is asked for, or the client's model needs it.
     """

@@ -232,6 +232,7 @@ def test_the_column_of_subjects_is_no_feature_and_is_said(capsys):
         ("subject id", 60, True),
         ("patient", 360, False),  # no patient has two rows
         ("patient", 1, False),
+        ("case", 2, False),
         ("grade", 60, False),
         ("acid", 60, False),
     ],
@@ -323,6 +324,35 @@ def test_domains_may_not_share_a_subject(tmp_path):
         ConfigurationError, match=r"subject P00 is in the group one and in the group two; give all"
     ):
         ImageDomains(str(tmp_path / "images"), 6, subjects=PATTERN, **settings).setup("fit")
+
+
+def test_a_pattern_may_match_the_domain_also_where_the_test_images_are_drawn(tmp_path):
+    for domain in ("one", "two"):
+        write_images(tmp_path / "images" / domain, "{label}/P{patient:02}")
+    settings = {"batch_size": 4, "cache_dir": str(tmp_path), "test_fraction": 0.2}
+    data = ImageDomains(str(tmp_path / "images"), 6, subjects=r"^.*P\d+", **settings)
+    data.setup("fit")
+    assert "120 samples of 40 subjects (data.subjects)" in data.notes
+    assert len(data.distribution.test) == 2 * 4 * 3
+    assert all(len(own) == 4 * 3 for own in data.distribution.own["test"])
+
+
+def test_a_partition_file_that_leaves_no_whole_subject_to_validate_is_told(tmp_path):
+    subject = torch.cat([torch.zeros(10, dtype=torch.int64), torch.arange(1, 21)])
+    given = {"targets": subject % 2, "subjects": subject, "batch_size": 2, "num_clients": 1}
+    tests = {"test_features": torch.rand(2, 1), "test_targets": torch.arange(2), "test_subjects": [30, 31]}
+    features = subject[:, None].float()
+    data = TensorData(features, partition=IID(), **given, **tests)
+    data.setup("fit")
+    saved = data.distribution.as_file("mine", {})
+    saved["clients"][0]["train"] = [*range(10, 30)]  # no client has the ten samples of subject 0
+    path = tmp_path / "parts.json"
+    path.write_text(json.dumps(saved))
+    again = TensorData(features, partition=FromFile(str(path)), val_fraction=0.1, **given, **tests)
+    with pytest.raises(
+        ConfigurationError, match=r"val_fraction=0\.1 takes no subject of those that belong to no"
+    ):
+        again.setup("fit")
 
 
 def test_streamed_images_of_a_subject_stay_together(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
 from torch.func import functional_call
@@ -11,6 +12,25 @@ from torch.func import functional_call
 from fl_lightning.__main__ import main as command
 from fl_lightning.batch_norm.swapping import evaluating
 from tests.support.command_line import main
+
+SITES = ["Bergen", "Bonn", "Lund", "Oslo"]
+
+
+def write_table(name, rows, seed, targets=True):
+    draws = np.random.default_rng(seed)
+    lines = ["site,age,outcome,dose" if targets else "site,age,dose"]
+    for number in range(rows):
+        age, dose = draws.normal(60, 9) + number % 4, draws.normal(2, 0.5)
+        outcome = f" {'ill' if age / 9 + dose > 9 else 'well'}," if targets else ""
+        lines.append(f"{SITES[number % 4]},{age:.3f},{outcome}{dose:.4f}")
+    Path(name).write_text("\n".join(lines) + "\n")
+
+
+def write_test_rows(data, path="new.csv"):
+    """Write the run's test samples, as they are in its table, to a new table without targets."""
+    features = data._split()["test_features"].double().tolist()
+    lines = ["name,dose,age", *(f"P{number},{dose},{age}" for number, (age, dose) in enumerate(features))]
+    Path(path).write_text("\n".join(lines) + "\n")
 
 
 def fit(
