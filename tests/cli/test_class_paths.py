@@ -1,19 +1,25 @@
 """Class paths are part of configurations and of the hash that names a run's folder: no move of a file may change one."""
 
 import inspect
+import pkgutil
 from importlib import import_module
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-import fl_lightning.cli.command_line  # noqa: F401  # imports what the command line knows
+import fl_lightning
 from fl_lightning import models
 from fl_lightning.aggregation import Aggregator, PreAggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.datamodules.partitions import Partition
 from fl_lightning.execution.base import Executor
 from fl_lightning.optimizers.client_lr import LRSchedule
+
+# classes of a module are known once it is imported, and other tests in this process import more modules
+for _module in pkgutil.walk_packages(fl_lightning.__path__, "fl_lightning."):
+    if not _module.name.endswith("__main__"):
+        import_module(_module.name)
 
 FRONT_DOORS = [
     import_module(name)
@@ -37,6 +43,7 @@ def subclasses(base):
 PARTS = {
     "FinishRound",  # the command line gives it to every run
     "RunStart",  # likewise
+    "KeptBatches",  # of a prediction, which takes batches in their order
     "Companion",  # of the verification
     "FoundFreezing",  # a base of methods
     "Observer",  # a base of observers
