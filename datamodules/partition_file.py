@@ -162,6 +162,26 @@ class FromFile(Partition):
         self._check_shared(ids, parts, content.get("overlap") is True)
         return parts, space == "train+test"
 
+    def client_of_each(self, labels: Tensor) -> Tensor:
+        """Return the client of each sample, int64 ``[N]``.
+
+        Args:
+            labels: Class of each sample, int64 ``[N]``.
+
+        Raises:
+            ConfigurationError: A sample is evaluation data, or does not belong to exactly one client.
+        """
+        parts, _ = self.read(labels, labels[:0])
+        counts = torch.cat(parts["train"]).bincount(minlength=len(labels))
+        for sample in (counts != 1).nonzero().flatten()[:1].tolist():
+            raise self._wrong(
+                f"the sample {sample} is training data of {int(counts[sample])} clients; with data.folds, each sample must be training data of one client"
+            )
+        client = torch.empty_like(labels)
+        for number, samples in enumerate(parts["train"]):
+            client[samples] = number
+        return client
+
     def _content(self) -> dict[str, Any]:
         try:
             content = json.loads(user_path("partition.path", self.path).read_text(encoding="utf-8"))

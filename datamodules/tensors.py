@@ -13,8 +13,10 @@ from torch import Tensor
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.client_data.preprocessing import Preprocessing
+from fl_lightning.datamodules.folds import check_fold, folds_of_samples
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
+from fl_lightning.datamodules.partition_file import FromFile
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.datamodules.tables import (
@@ -87,6 +89,10 @@ class TensorData(InMemorySamples):
         test_subjects: Subject of each test sample. No subject may have training and test samples.
         test_fraction: Share of the samples, in (0, 1), that becomes the test data if no test data
             are given. The draw is stratified and the same for every seed.
+        folds: Number of folds of a cross-validation. Each client's subjects are divided into folds,
+            stratified by class and the same for every seed. ``test_fraction`` is then ignored. The
+            partition must be ``Natural`` or a ``FromFile`` that assigns every sample.
+        fold: Fold, from 0 to ``folds - 1``, that becomes the test data.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
             training samples. Constant features become 0. Categories are not scaled.
         **settings: Settings of
@@ -116,10 +122,14 @@ class TensorData(InMemorySamples):
         test_groups: Any = None,
         test_subjects: Any = None,
         test_fraction: float = 0.2,
+        folds: int | None = None,
+        fold: int = 0,
         standardize: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
+        check_fold(folds, fold)
+        self.folds, self.fold = folds, fold
         parts = features, targets, groups, subjects, test_features, test_targets, test_groups, test_subjects
         given = dict(zip(_PARTS, parts, strict=True))
         if isinstance(features, str | Path):
@@ -165,6 +175,10 @@ class TensorData(InMemorySamples):
                 )
         if "test_targets" not in self._data:
             self._draws_test = True
+        elif folds is not None:
+            raise ConfigurationError(
+                f"data.folds={folds} draws the test data, but data.test_targets are given; leave one of them out"
+            )
         if settings.get("partition") is None and named:
             self.partition = Natural()
         of_honest = getattr(self.partition, "partition", self.partition)
@@ -173,6 +187,11 @@ class TensorData(InMemorySamples):
             raise ConfigurationError(
                 f"data.{name}: {groups if isinstance(groups, str) else name} would be ignored by the partition "
                 f"{describe(self.partition)}; use data.partition: Natural, or leave the groups out"
+            )
+        if folds is not None and type(self.partition) not in (Natural, FromFile):
+            raise ConfigurationError(
+                f"data.folds={folds} divides the samples of each client, which {describe(self.partition)} draws anew for each seed; "
+                "give data.groups, or use data.partition: FromFile"
             )
         given_targets = [self._data[name] for name in ("targets", "test_targets") if name in self._data]
         every = torch.cat([_strata(x) for x in given_targets])
@@ -263,6 +282,8 @@ class TensorData(InMemorySamples):
         if "test_targets" in data:
             return data
         strata, draws = _strata(data["targets"]), generator(0, "tensor test split")
+        if self.folds is not None:
+            return _divided(data, self._fold(strata))
         size, unit = len(strata), "samples"
         if "subjects" in data:
             size, unit = len(self._subject_names), "subjects"
@@ -276,10 +297,31 @@ class TensorData(InMemorySamples):
             drawn = subjects.subset(torch.arange(len(strata)), self.test_fraction, draws)
         else:
             drawn = balanced_subset(strata, count, draws)
-        is_test = torch.zeros(len(strata), dtype=torch.bool)
-        is_test[drawn] = True
-        test = {f"test_{name}": x[is_test] for name, x in data.items()}
-        return {name: x[~is_test] for name, x in data.items()} | test
+        return _divided(data, torch.isin(torch.arange(len(strata)), drawn))
+
+    def _fold(self, strata: Tensor) -> Tensor:
+        """Return which samples are the test samples of the fold."""
+        if isinstance(self.partition, FromFile):
+            self._data["groups"] = self.partition.client_of_each(strata)
+            self._group_names = [*map(str, range(int(self._data["groups"].max()) + 1))]
+            self.notes.append(f"folds of the clients in {self.partition.path}")
+            self.partition = Natural()
+        assert self.folds is not None
+        fold_of, note = folds_of_samples(
+            strata, self._data["groups"], self._group_names, self._data.get("subjects"), self.folds
+        )
+        self.notes += [note] * bool(note)
+        if not (fold_of == self.fold).any():
+            raise ConfigurationError(
+                f"data.fold={self.fold} of {self.folds} has no test sample, as no client has more than {int(fold_of.max()) + 1 or 1} "
+                f"{'subjects' if 'subjects' in self._data else 'samples'}; use fewer folds"
+            )
+        return fold_of == self.fold
+
+
+def _divided(data: Mapping[str, Tensor], is_test: Tensor) -> dict[str, Tensor]:
+    test = {f"test_{name}": x[is_test] for name, x in data.items()}
+    return {name: x[~is_test] for name, x in data.items()} | test
 
 
 class ScikitLearn(TensorData):

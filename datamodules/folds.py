@@ -1,0 +1,65 @@
+"""Folds of cross-validation, drawn within each client."""
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import ConfigurationError, counted
+
+
+def folds_of_samples(
+    labels: Tensor, clients: Tensor, names: Sequence[str], subjects: Tensor | None, folds: int
+) -> tuple[Tensor, str]:
+    """Return the fold in which each sample is a test sample, with a note about small clients.
+
+    scikit-learn's ``StratifiedGroupKFold`` divides the subjects of each client; without subjects,
+    ``StratifiedKFold`` divides its samples. The draw is the same for every seed. A client with S
+    subjects, fewer than folds, has test samples in the first S folds. A single subject always trains.
+
+    Args:
+        labels: Class of each sample, int64 ``[N]``.
+        clients: Client of each sample, int64 ``[N]``.
+        names: Name of each client.
+        subjects: Subject of each sample, int64 ``[N]``. None: each sample is a subject.
+        folds: Number of folds.
+
+    Returns:
+        The fold of each sample, int64 ``[N]``, -1 for a sample that always trains; and the note, empty
+        if each client has as many subjects as there are folds.
+    """
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold  # this import takes seconds
+
+    fold_of, small = torch.full_like(labels, -1), dict[str, int]()
+    for client, name in enumerate(names):
+        samples = (clients == client).nonzero().flatten()
+        of_client = None if subjects is None else subjects[samples]
+        if (count := len(samples if of_client is None else torch.unique(of_client))) < folds:
+            small[name] = count
+        count = min(count, folds)
+        if count < 2:
+            continue
+        strata = labels[samples]
+        if int(strata.bincount().max()) < count:  # scikit-learn cannot stratify so few samples
+            strata = torch.zeros_like(strata)
+        kind = StratifiedKFold if subjects is None else StratifiedGroupKFold
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The least populated class")
+            divided = kind(count, shuffle=True, random_state=0).split(samples, strata, of_client)
+            for fold, (_, test) in enumerate(divided):
+                fold_of[samples[torch.from_numpy(np.sort(test))]] = fold
+    unit = "samples" if subjects is None else "subjects"
+    note = f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"
+    return fold_of, note if small else ""
+
+
+def check_fold(folds: int | None, fold: int) -> None:
+    """Raise a ConfigurationError if there are fewer than two folds, or if there is no such fold."""
+    if folds is None and fold:
+        raise ConfigurationError(f"data.fold={fold} needs the number of folds; set data.folds, such as 5")
+    if folds is not None and folds < 2:
+        raise ConfigurationError(f"data.folds must be at least 2, such as 5, found {folds}")
+    if folds is not None and not 0 <= fold < folds:
+        raise ConfigurationError(f"data.fold must be in 0 to {folds - 1}, as data.folds={folds}; found {fold}")
