@@ -310,7 +310,7 @@ class TensorData(InMemorySamples):
         fold_of, note = folds_of_samples(
             strata, self._data["groups"], self._group_names, self._data.get("subjects"), self.folds
         )
-        self.notes += [note] * bool(note)
+        self.notes += [f"test data: fold {self.fold} of {self.folds}, 0 to {self.folds - 1}", *[note] * bool(note)]
         if not (fold_of == self.fold).any():
             raise ConfigurationError(
                 f"data.fold={self.fold} of {self.folds} has no test sample, as no client has more than {int(fold_of.max()) + 1 or 1} "

@@ -102,7 +102,7 @@ def test_a_study_without_axes_has_a_single_row(tmp_path):
 
 def test_the_csv_of_cells_is_of_plain_numbers_that_read_back_bit_for_bit(tmp_path):
     study = load_study(write_study(tmp_path / "runs"))
-    study.values.iloc[1:3, 2] = [0.1 + 0.2, float("nan")]
+    study.values.iloc[1:3, 3] = [0.1 + 0.2, float("nan")]
     write_tables(tmp_path, study)
     rows = [*csv.DictReader((tmp_path / "cells.csv").read_text().splitlines())]
     assert len(rows) == 8

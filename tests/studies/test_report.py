@@ -68,7 +68,7 @@ def test_a_page_has_all_that_a_study_has_found(tmp_path):
     ):
         assert text in page.text
     assert ["BN", "0.156 ± 0.044", "0.281 ± 0.044 (0.4512)"] in page.rows
-    assert ["GN", "0.406 ± 0.044", "0.625, 1 of 2 seeds (0.4512)"] in page.rows
+    assert ["GN", "0.406 ± 0.044", "0.625, 1 of 2 runs (0.4512)"] in page.rows
     assert ["lr", "method = BN", "0.25", "val/accuracy", "0.25: 0.876, 0.5: 0.432"] in page.rows
     assert next(row for row in page.rows if row[:2] == ["GN, E = 10", "1"])[2] == "failed: the disk is full"
     assert "GN, E = 10 seed 1 (failed)" in page.text
@@ -92,7 +92,7 @@ def test_names_are_text_and_no_html(tmp_path):
     label = "<script>alert(1)</script> & $x_"
     page = page_of(tmp_path, write_study(tmp_path / "runs", label))
     assert page.tags.count("script") == 1
-    assert ["<script>alert(1)</script> & $x_", "0.406 ± 0.044", "0.625, 1 of 2 seeds (0.4512)"] in page.rows
+    assert ["<script>alert(1)</script> & $x_", "0.406 ± 0.044", "0.625, 1 of 2 runs (0.4512)"] in page.rows
 
 
 def test_the_same_files_give_the_same_page(tmp_path):

@@ -213,13 +213,13 @@ def test_runs_that_diverged_are_rows(ran, capsys):
         assert message_of(capsys, study).startswith("error: study: 2 cells failed")
     table = Path("runs/studies/s-quick/table.md").read_text()
     (recorded,) = (x for x in table.splitlines() if x.startswith("| recorded"))
-    assert "not finite in 2 of 2 seeds" in recorded
+    assert "not finite in 2 of 2 runs" in recorded
     for name in ("ended", "recorded"):
         (line,) = (x for x in table.splitlines() if x.startswith(f"- {name}: "))
-        assert "diverged in 2 of 2 seeds, round 2" in line
+        assert "diverged in 2 of 2 runs, round 2" in line
     assert found().claims[0].verdict == "undecided"
     main(["report", "runs/studies/s-quick"])
-    assert Path("runs/studies/s-quick/report.html").read_text().count("not finite in 2 of 2 seeds") == 1
+    assert Path("runs/studies/s-quick/report.html").read_text().count("not finite in 2 of 2 runs") == 1
 
 
 @pytest.mark.slow

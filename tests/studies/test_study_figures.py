@@ -113,8 +113,8 @@ def test_a_band_and_a_bar_say_what_they_are(tmp_path):
         for seed in range(2)
     ]
     by_run, curves = pictures(study_of(places))
-    assert legend_of(curves.draw()) == ["bn", "gn", "band: min to max of 2 to 3 seeds"]
-    assert legend_of(by_run.draw()) == ["bar: min to max of 2 to 3 seeds"]
+    assert legend_of(curves.draw()) == ["bn", "gn", "band: min to max of 2 to 3 runs"]
+    assert legend_of(by_run.draw()) == ["bar: min to max of 2 to 3 runs"]
     single = study_of([places[0], places[3]])
     assert [legend_of(picture.draw()) for picture in pictures(single)] == [[], ["bn", "gn"]]
 

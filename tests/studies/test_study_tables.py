@@ -105,9 +105,9 @@ def test_mean_and_standard_deviation():
 
 def test_numbers_that_are_not_finite_are_words():
     nan, inf = float("nan"), float("inf")
-    assert mean_and_deviation([0.3, nan, 0.5]) == "0.400 ± 0.141 (not finite in 1 of 3 seeds)"
-    assert mean_and_deviation([inf, nan]) == "not finite in 2 of 2 seeds"
-    assert mean_and_deviation([-inf]) == "not finite in 1 of 1 seed"
+    assert mean_and_deviation([0.3, nan, 0.5]) == "0.400 ± 0.141 (not finite in 1 of 3 runs)"
+    assert mean_and_deviation([inf, nan]) == "not finite in 2 of 2 runs"
+    assert mean_and_deviation([-inf]) == "not finite in 1 of 1 run"
     diverged = [
         run(0),
         run(1, diverged=True, diverged_round=17),
@@ -119,11 +119,11 @@ def test_numbers_that_are_not_finite_are_words():
     ]
     header, rows = cells_of_table(wide_table(results(groups)))
     found = dict(zip(header, rows[0], strict=True))
-    assert found["remarks"] == "diverged in 2 of 3 seeds, round 9, 17"
-    assert found["test accuracy"] == "0.500 (not finite in 1 of 2 seeds)"
+    assert found["remarks"] == "diverged in 2 of 3 runs, round 9, 17"
+    assert found["test accuracy"] == "0.500 (not finite in 1 of 2 runs)"
     assert "ours - published" not in header
     _, rows = cells_of_table(spread_table(results(groups)))
-    assert rows[1] == ["GN", "diverged in 1 of 1 seed, round 17"]
+    assert rows[1] == ["GN", "diverged in 1 of 1 run, round 17"]
     choice = replace(CHOICE, values={"0.1": 0.5, "0.2": -inf})
     assert "(0.1: 0.500, 0.2: diverged)" in choice_in_words(choice)
 
@@ -138,7 +138,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
     }  # fmt: skip
     remarks = [dict(zip(header, row, strict=True))["remarks"] for row in rows[1:]]
     assert remarks == [
-        "diverged in 1 of 3 seeds; failed: seed 1; missing: seed 2",
+        "diverged in 1 of 3 runs; failed: seed 1; missing: seed 2",
         "",
         "stale: seed 0, 1, 2",
     ]
@@ -148,7 +148,7 @@ def test_a_row_says_what_was_found_what_was_published_and_what_it_took():
 def test_one_axis_makes_the_columns():
     assert cells_of_table(spread_table(results())) == (
         ["method", "E = 1", "E = 100"],
-        [["BN", "0.400 ± 0.100 (0.45)", "0.600, 1 of 3 seeds"], ["GN", "0.700 ± 0.000", "-"]],
+        [["BN", "0.400 ± 0.100 (0.45)", "0.600, 1 of 3 runs"], ["GN", "0.700 ± 0.000", "-"]],
     )
     assert spread_table(results(spread=None)) is None
 
@@ -339,14 +339,14 @@ def test_latex_has_aligned_numbers_units_in_the_head_and_the_best_in_bold():
 
 
 def test_latex_has_a_minus_before_a_negative_number_and_bold_for_the_best_part_of_a_cell():
-    cells = ["-0.125", "1e-05", "**-0.5 ± 0.1** (-0.4)", "**0.5**, 2 of 3 seeds"]
+    cells = ["-0.125", "1e-05", "**-0.5 ± 0.1** (-0.4)", "**0.5**, 2 of 3 runs"]
     _, (_, *rows) = cells_of(latex_table(pd.DataFrame({"x": cells}), [], "caption", "label"))
     bold = r"{\bfseries\boldmath "
     assert [cell for (cell,) in rows] == [
         "$-$0.125",
         "1e-05",
         bold + r"$-$0.5 $\pm$ 0.1} ($-$0.4)",
-        bold + "0.5}, 2 of 3 seeds",
+        bold + "0.5}, 2 of 3 runs",
     ]
 
 

@@ -20,7 +20,7 @@ from fl_lightning.experiments.studies.columns import (
     IN_WORDS,
     VALUE_COLUMNS,
 )
-from fl_lightning.experiments.studies.definition import Study
+from fl_lightning.experiments.studies.definition import FOLD, Study
 from fl_lightning.experiments.studies.report_rule import LAST, MEAN
 from fl_lightning.experiments.studies.study_frame import Chosen, StudyFrame, labelled
 from fl_lightning.experiments.studies.table_columns import (
@@ -60,11 +60,18 @@ def collect(
     own = {cell: _own_metric(study, cell, state) for cell, state in states.items()}
     if any(models_of(metric or "") for metric in own.values()):
         local[server] = local_metrics(definition.metrics)[server]
+    # the runs of all folds are one row, whichever label was chosen in each fold
+    merged = [FOLD, *(choice.axis for choice in definition.choose)] if study.folds else []
+    axes = {axis: [*labels] for axis, labels in study.axes.items() if axis not in merged}
     for cell, state in states.items():
+        of_cell: dict[str, object] = {
+            "labels": {axis: x for axis, x in cell.labels.items() if axis not in merged}
+        }
+        of_cell["fold"] = int(cell.labels[FOLD]) if study.folds else None
         published: Mapping[str, object] = study.published(cell.labels) or {}
         rows.append(
             {
-                "labels": cell.labels,
+                **of_cell,
                 "metric": own[cell],
                 "published": published.get("value"),
                 "published_deviation": published.get("deviation"),
@@ -75,7 +82,7 @@ def collect(
             log = read_metrics(state.attempt.metrics)
             for name, read in _read(study, cell, own[cell], [*local], metric_values(result)).items():
                 value = reported(definition.report, read, result, log)
-                values.append({"labels": cell.labels, "seed": cell.seed, "metric": name, "value": value})
+                values.append({**of_cell, "seed": cell.seed, "metric": name, "value": value})
     for name in definition.metrics if results else ():
         if name not in (value["metric"] for value in values):
             raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
@@ -84,17 +91,18 @@ def collect(
         title=definition.title,
         paper=definition.paper,
         scale=study.scale_name,
-        axes={axis: [*labels] for axis, labels in study.axes.items()},
-        choose=[choice.axis for choice in definition.choose],
+        axes=axes,
+        choose=[choice.axis for choice in definition.choose if choice.axis in axes],
         spread=definition.spread,
         difference=definition.difference,
         metrics={**definition.metrics, **local},
         best={name: best for result in results.values() for name, best in result.get("best", {}).items()},
-        cells=labelled(rows, study.axes, CELL_COLUMNS),
-        values=labelled(values, study.axes, VALUE_COLUMNS),
+        cells=labelled(rows, axes, CELL_COLUMNS),
+        values=labelled(values, axes, VALUE_COLUMNS),
         choices=choices,
         known=study.known_labels(),
         report=definition.report,
+        folds=study.folds,
     )
     return with_verdicts(frame, [*definition.headline, *definition.claims], definition.headline)
 

@@ -12,8 +12,8 @@ FROM_RESULT = (
     "environment",
 )
 CELL_COLUMNS = (
-    "seed", "phase", "metric", "published", "published_deviation", "learning_rate", *COSTS, "directory", "why",
+    "seed", "fold", "phase", "metric", "published", "published_deviation", "learning_rate", *COSTS, "directory", "why",
     "loaded", *(f"run_{name}" if name in IN_WORDS else name for name in FROM_RESULT),
 )  # fmt: skip
 """Columns of a cell. ``run_method`` describes the run, since an axis may have the name ``method``."""
-VALUE_COLUMNS = ("seed", "metric", "value")
+VALUE_COLUMNS = ("seed", "fold", "metric", "value")

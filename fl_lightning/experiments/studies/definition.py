@@ -47,6 +47,12 @@ SPECIAL = ("config", "metric", "seeds")
 - ``seeds``: Seeds that replace the scale's seeds."""
 
 
+FOLD, HELD_OUT = "data.fold", "data.held_out"
+"""Axes whose labels the data decide: ``data.fold: all`` and ``data.held_out: each``.
+
+The runs of all folds are one row of a table, as the runs of all seeds are."""
+
+
 def listed(value: Any) -> Sequence[Any]:
     """Return a list unchanged, None as an empty list, and any other value as a list of one item."""
     return () if value is None else value if isinstance(value, list) else [value]
@@ -139,6 +145,8 @@ _LabelSettings = Annotated[
 
 
 def _values_or_labels(content: Any) -> Any:
+    if content in ("all", "each"):
+        return [content]
     if not isinstance(content, list | dict):
         raise ValueError(  # noqa: TRY004  # pydantic expects a ValueError
             "must be a list of values, or labels with settings such as {GN: {model.model.norm: gn}}"
@@ -217,7 +225,8 @@ class Definition:
         paper: Paper and table or figure; empty if the study does not follow a paper.
         axes: Axes, keyed by name. An axis is a mapping from labels to settings, or a list of
             values. In the second case, the axis has the name of the setting that takes these
-            values.
+            values. ``data.fold: all`` has all folds of ``data.folds``, and ``data.held_out: each``
+            holds each client out in turn.
         scales: Scales, keyed by name. The names are ``quick``, ``reduced`` and ``full``.
         settings: Settings of all cells at all scales.
         metrics: Names of the table's columns, keyed by metric.
@@ -264,6 +273,7 @@ class Study:
         axes: Settings of each label, keyed by axis and then by label.
         added: Learning rates that were added to grids, keyed by axis and value. An entry lists
             labels of other axes. Only combinations with these labels use the added value.
+        folds: Number of folds, ``data.folds``; None if there is no axis ``data.fold``.
     """
 
     name: str
@@ -272,6 +282,7 @@ class Study:
     scale_name: str
     axes: Mapping[str, Mapping[str, Dotted]]
     added: Mapping[tuple[str, str], Sequence[Labels]] = field(default_factory=dict)
+    folds: int | None = None
 
     @property
     def scale(self) -> Scale:

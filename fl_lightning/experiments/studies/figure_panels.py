@@ -102,11 +102,11 @@ def look_of(number: int) -> Look:
 
 
 def range_in_words(what: str, counts: Sequence[int]) -> str:
-    """Describe the range of a band or of bars, as in ``"band: min to max of 3 seeds"``.
+    """Describe the range of a band or of bars, as in ``"band: min to max of 3 runs"``.
 
     Args:
         what: ``"band"`` or ``"bar"``.
-        counts: Number of seeds of each curve. Without a count, the text is empty.
+        counts: Number of runs of each curve. Without a count, the text is empty.
     """
-    seeds = " to ".join(map(str, dict.fromkeys((min(counts), max(counts))))) if counts else ""
-    return f"{what}: min to max of {seeds} seeds" if seeds else ""
+    runs = " to ".join(map(str, dict.fromkeys((min(counts), max(counts))))) if counts else ""
+    return f"{what}: min to max of {runs} runs" if runs else ""

@@ -79,7 +79,7 @@ def pictures(results: StudyFrame) -> list[Picture]:
         for axis in axes:
             if len(axes) == 1 or all(map(is_number, results.axes[axis])):
                 by = short(axis, results.axes)
-                words = f"{metric} by {by}: mean over seeds; bars from the smallest to the largest value"
+                words = f"{metric} by {by}: mean over {results.repeats}; bars from the smallest to the largest value"
                 name = f"by_{re.sub(r'[^0-9A-Za-z_-]', '_', by)}"
                 drawable.append(Picture(name, words, partial(against_figure, results, axis)))
         drawable += _maps(results, "heat_map")
@@ -88,7 +88,7 @@ def pictures(results: StudyFrame) -> list[Picture]:
     files = {directory: Path(directory, "metrics.jsonl") for directory in results.cells["directory"]}
     logs = {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
     if (logged := _logged(results, logs)) is not None:
-        band = "mean over seeds; band from the smallest to the largest value"
+        band = f"mean over {results.repeats}; band from the smallest to the largest value"
         words = f"{_in_words(logged)} over communication rounds: {band}"
         drawable.append(Picture("curves", words, partial(curves_figure, results, logs, logged)))
         cells = results.cells.dropna(subset="rounds")
@@ -112,7 +112,7 @@ def _maps(results: StudyFrame, name: str, signed: bool = False) -> list[Picture]
         return []
     across = results.spread if results.spread in axes else axes[-1]
     down = max((axis for axis in axes if axis != across), key=lambda axis: len(results.axes[axis]))
-    words = f"{metric} by {short(down, results.axes)} and {short(across, results.axes)}: mean over seeds"
+    words = f"{metric} by {short(down, results.axes)} and {short(across, results.axes)}: mean over {results.repeats}"
     return [Picture(name, words, partial(heat_figure, results, down, across, signed=signed))]
 
 

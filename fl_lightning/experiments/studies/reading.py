@@ -14,6 +14,7 @@ from fl_lightning.errors import ConfigurationError, nearest
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.claims import read_claim, read_difference
 from fl_lightning.experiments.studies.definition import (
+    FOLD,
     Choice,
     Definition,
     Dotted,
@@ -154,6 +155,9 @@ def _at_scale(path: Path, definition: Definition, name: str) -> tuple[Study, lis
             for label in further
             if label not in known
         ]
+    if FOLD in axes:  # a label chosen on one fold's validation data has seen test data of other folds
+        choose = [replace(x, by=[*dict.fromkeys([*x.by, FOLD])]) for x in definition.choose]
+        definition = replace(definition, choose=choose)
     instead: Config = {key: x for key in ("title", "published") if (x := getattr(scale, key)) is not None}
     return Study(path.stem, path.parent, replace(definition, **instead), name, axes), mistakes
 
@@ -174,6 +178,9 @@ def _contradictions(study: Study) -> Iterator[str]:
                     yield (
                         f"{key}: axis {axis} has no label {label!r}{nearest(label, known[axis])}; it has {', '.join(known[axis])}"
                     )
+    for key, entry in named:
+        if FOLD in entry and key != "choose":
+            yield f"{key}: {FOLD} has no rows of its own, as a row has the runs of all folds; leave it out"
     for choice in definition.choose:
         if choice.axis in choice.by:
             yield f"choose: {choice.axis} is the chosen axis and in by {choice.by}; leave it out of by"
@@ -211,6 +218,8 @@ def _contradictions(study: Study) -> Iterator[str]:
                 **dict.fromkeys(claim.fixed, "names a label"),
                 **dict.fromkeys(claim.constraints[0], "compares labels"),
             }
+            if FOLD in axes:
+                yield f"claims: {words!r} {axes[FOLD]} of {FOLD}, but a value is the mean over all folds; leave it out"
             for axis in [choice.axis for choice in study.choices if choice.axis in axes]:
                 key = "difference" if read is read_difference else "claims"
                 yield (

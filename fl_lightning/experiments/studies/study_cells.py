@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +11,14 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.cells import RUNS, Cell
 from fl_lightning.experiments.studies.choosing import chosen, is_chosen, trial_cells, with_wider_grids
-from fl_lightning.experiments.studies.definition import Labels, Study, as_argument
+from fl_lightning.experiments.studies.definition import (
+    FOLD,
+    HELD_OUT,
+    Labels,
+    Study,
+    as_argument,
+    labels_of,
+)
 from fl_lightning.experiments.studies.reading import all_mistakes
 from fl_lightning.experiments.studies.report_rule import LAST, check_rule
 from fl_lightning.experiments.studies.study_frame import Chosen
@@ -25,6 +33,10 @@ With these settings, results do not depend on how many cells run at a time."""
 
 _FIXED = {"ckpt_path": None, "accept_data": False, "weights_only": None, "trainer.fast_dev_run": False}
 """Settings that no cell may change: ``fast_dev_run``, for example, writes no result."""
+
+
+def _folds(config: Config) -> int | None:
+    return (config["data"].get("init_args") or {}).get("folds")
 
 
 class StudyCells:
@@ -43,7 +55,7 @@ class StudyCells:
         study: Study,
         fit_options: Sequence[str],
         resolve: Callable[[tuple[str, ...]], Config],
-        build: Callable[[Sequence[str]], object],
+        build: Callable[[Sequence[str]], Any],
         rerun: bool = False,
     ) -> None:
         self._resolve, self._build = resolve, build
@@ -53,6 +65,32 @@ class StudyCells:
             raise ConfigurationError(
                 f"study: {study.name} omits all of its cells at scale {study.scale_name}; change 'without'"
             )
+        self._name_labels()
+
+    def _name_labels(self) -> None:
+        """Replace the label ``all`` of the folds, and the label ``each`` of the held-out clients."""
+        axes = {axis: {**labels} for axis, labels in self.study.axes.items()}
+        words = {
+            axis: word for axis, word in ((FOLD, "all"), (HELD_OUT, "each")) if word in axes.get(axis, ())
+        }
+        blank = axes | {axis: {word: {}} for axis, word in words.items()}
+        self.study = replace(self.study, axes=blank)
+        settings = self._settings(next(self.study.combinations()))
+        if FOLD in axes:
+            folds = _folds(self._resolve(tuple(settings)))
+            if folds is None:
+                raise ConfigurationError(f"axes.{FOLD} needs the number of folds; set data.folds, such as 5")
+            axes[FOLD] = labels_of(FOLD, [*range(folds)]) if FOLD in words else axes[FOLD]
+            self.study = replace(self.study, folds=folds)
+        if HELD_OUT in words:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                data = self._build(settings).datamodule
+                data.prepare_data()
+                data.setup("fit")
+            if not data.client_names:
+                raise ConfigurationError(f"axes.{HELD_OUT}: each needs clients with names; set data.groups")
+            axes[HELD_OUT] = {name: {HELD_OUT: [name]} for name in data.client_names}
+        self.study = replace(self.study, axes=axes)
 
     def check(self) -> None:
         """Check the settings of some cells by building their data, model and callbacks.
@@ -119,6 +157,10 @@ class StudyCells:
         if key not in self._made:
             first = self.study.seeds(labels)[0]
             config = self._resolve(tuple(self._settings(labels)))
+            if FOLD in labels and _folds(config) != self.study.folds:
+                raise ConfigurationError(
+                    f"data.folds: {_folds(config)} in one cell and {self.study.folds} in another; a study has one number of folds"
+                )
             given = {**config, "trainer.fast_dev_run": config["trainer"]["fast_dev_run"]}
             for name, value in {**_FIXED, "seed_everything": first}.items():
                 if given[name] != value:

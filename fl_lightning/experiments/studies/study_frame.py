@@ -74,15 +74,16 @@ class Verdict:
 
 
 class Row(NamedTuple):
-    """A combination of labels with its cells, one for each seed, and their values."""
+    """A combination of labels with its cells, one for each seed and fold, and their values."""
 
     labels: Labels
     cells: pd.DataFrame
     values: pd.DataFrame
 
     def of(self, metric: str) -> pd.Series:
-        """Return the values of a metric, indexed by seed."""
-        return self.values[self.values["metric"] == metric].set_index("seed")["value"]
+        """Return the values of a metric, indexed by seed, or by seed and fold if there are folds."""
+        keys = ["seed", "fold"] if self.cells["fold"].notna().any() else ["seed"]
+        return self.values[self.values["metric"] == metric].set_index(keys)["value"]
 
     @property
     def metric(self) -> str | None:
@@ -109,12 +110,12 @@ class StudyFrame:
         title: Title of the study.
         axes: Labels of each axis.
         metrics: Names of the table's columns, keyed by metric. Claims are about the first metric.
-        cells: One row for each cell: a combination of labels with one seed. The labels are the
-            index, with a level for each axis. ``phase`` is a phase such as ``"done"``, ``"failed"``
+        cells: One row for each cell: a combination of labels with one seed, and one fold if the
+            study has folds. The labels are the index, with a level for each axis. ``phase`` is a phase such as ``"done"``, ``"failed"``
             or ``"missing"``, and ``why`` its reason. ``metric`` is the metric that replaces the
             study's first metric. ``directory`` is the run directory. ``load_run`` can read it. A
             value that is not known is missing.
-        values: One row for each cell and metric, with the columns ``seed``, ``metric`` and
+        values: One row for each cell and metric, with the columns ``seed``, ``fold``, ``metric`` and
             ``value``, and the same index. A cell that has not measured a metric has no row. A
             measured value may be NaN. The value of ``metric`` has the name of the first metric.
         paper: Paper and table or figure; empty if the study does not follow a paper.
@@ -126,6 +127,7 @@ class StudyFrame:
         known: All labels of each axis, including labels that only other scales have.
         report: Rule that says which evaluations give a run's value.
         command: Command line of the study; empty for runs.
+        folds: Number of folds of the cross-validation, ``data.folds``; None without one.
         choices: Labels that were chosen on validation data, with their trials.
         claims: Verdicts on the claims.
     """
@@ -145,6 +147,7 @@ class StudyFrame:
     known: dict[str, list[str]] = field(default_factory=dict)
     report: str = LAST
     command: str = ""
+    folds: int | None = None
     choices: list[Chosen] = field(default_factory=list)
     claims: list[Verdict] = field(default_factory=list)
 
@@ -152,6 +155,11 @@ class StudyFrame:
     def first(self) -> str:
         """The first metric."""
         return next(iter(self.metrics))
+
+    @property
+    def repeats(self) -> str:
+        """Differences between the runs of a row: ``"seeds"``, or ``"folds and seeds"``."""
+        return "folds and seeds" if self.folds else "seeds"
 
     @cached_property
     def rows(self) -> list[Row]:

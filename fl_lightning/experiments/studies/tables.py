@@ -1,6 +1,7 @@
 """Tables of a study as text, Markdown, LaTeX and CSV."""
 
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from fl_lightning.experiments.studies import axis_labels
 from fl_lightning.experiments.studies.axis_labels import compared, short
 from fl_lightning.experiments.studies.choosing import edge_of
 from fl_lightning.experiments.studies.columns import COSTS
+from fl_lightning.experiments.studies.definition import FOLD
 from fl_lightning.experiments.studies.latex_table import BOOKTABS, latex_table
 from fl_lightning.experiments.studies.report_rule import LAST, rule_in_words
 from fl_lightning.experiments.studies.study_frame import Chosen, Row, StudyFrame
@@ -41,14 +43,14 @@ def mean_and_deviation(values: Iterable[float]) -> str:
     parts = [f"{statistics.mean(finite):.3f}"] if finite else []
     parts += [f"± {statistics.stdev(finite):.3f}"] if len(finite) > 1 else []
     if len(finite) < len(values):
-        words = f"not finite in {of_seeds(len(values) - len(finite), len(values))}"
+        words = f"not finite in {of_runs(len(values) - len(finite), len(values))}"
         parts.append(f"({words})" if finite else words)
     return " ".join(parts)
 
 
-def of_seeds(count: int, seeds: int) -> str:
-    """Return a number of seeds in words, such as ``"2 of 3 seeds"``."""
-    return f"{count} of {seeds} seed{'s' * (seeds > 1)}"
+def of_runs(count: int, runs: int) -> str:
+    """Return a number of runs in words, such as ``"2 of 3 runs"``."""
+    return f"{count} of {runs} run{'s' * (runs > 1)}"
 
 
 def shown_axes(results: StudyFrame) -> list[str]:
@@ -105,7 +107,7 @@ def _every_column(results: StudyFrame, latex: bool) -> pd.DataFrame:
             published_in_words(row),
             _beside_published(row, results.first),
             learning_rate(row, results),
-            ", ".join(map(str, row.done["seed"])),
+            ", ".join(map(str, sorted({*row.done["seed"]}))),
             *_costs(row.done, latex),
             "; ".join(lines),
         ]
@@ -169,7 +171,7 @@ def spread_table(results: StudyFrame, latex: bool = False) -> pd.DataFrame | Non
         values, published, label = row.of(results.first), published_in_words(row), row.labels[spread]
         text = mean_and_deviation(values) or diverged_in_words(row) or "-"
         text = _marked(text, number in best)
-        text += f", {of_seeds(len(values), len(row.cells))}" * (0 < len(values) < len(row.cells))
+        text += f", {of_runs(len(values), len(row.cells))}" * (0 < len(values) < len(row.cells))
         key = tuple(row.labels[axis] for axis in others)
         texts.setdefault(key, {})[label] = text + f" ({published})" * bool(published)
         for name, words in further.items():
@@ -199,7 +201,11 @@ def learning_rate(row: Row, results: StudyFrame) -> str:
     rates = ("client_optimizer.lr", "client_optimizer.init_args.lr")
     for choice in results.choices:
         of_rate = any(name.endswith(rates) for name in choice.settings or [choice.axis])
-        if of_rate and choice.by.items() <= row.labels.items():
+        by = {axis: label for axis, label in choice.by.items() if axis != FOLD}
+        if of_rate and by.items() <= row.labels.items():
+            if FOLD in choice.by:
+                used = ", ".join(f"{x:g}" for x in sorted({*row.cells["learning_rate"].dropna()}))
+                return f"{used}, by validation in each fold"
             labels = ", ".join(f"{axis.rpartition('.')[2]}={label}" for axis, label in choice.at.items())
             return f"{rate:g}, by validation{' at ' * bool(labels)}{labels}{_kind_of(choice)}"
     return f"{rate:g}, given"
@@ -255,6 +261,10 @@ def remark_lines(results: StudyFrame) -> list[str]:
     return [*lines, *_other_code(results)]
 
 
+def _run_in_words(run: Mapping[str, object]) -> str:
+    return f"{run['seed']} in fold {run['fold']}" if "fold" in run else str(run["seed"])
+
+
 def _row_in_words(results: StudyFrame, row: Row) -> str:
     return axis_labels.labels_in_words(row.labels, [*results.axes]) or "all runs"
 
@@ -265,7 +275,7 @@ def _other_code(results: StudyFrame) -> list[str]:
     for row in results.rows:
         done = [run for run in row.runs if run["phase"] == "done"]
         for why in dict.fromkeys(run["why"] for run in done):
-            seeds = [str(run["seed"]) for run in done if run["why"] == why]
+            seeds = [_run_in_words(run) for run in done if run["why"] == why]
             named = f", seed {', '.join(seeds)}" if len(seeds) < len(done) else ""
             cells.setdefault(why, []).append(f"{_row_in_words(results, row)}{named}")
     if len(cells) == 1:
@@ -281,20 +291,20 @@ def _of_runs(row: Row) -> list[str]:
         lines.append("the server's model has the mean of the clients' local state, which no client uses")
     lines += filter(None, [diverged_in_words(row)])
     for phase in ("failed", "stale", "running", "stopped", "missing"):
-        seeds = [str(run["seed"]) for run in runs if run["phase"] == phase and not run.get("diverged")]
+        seeds = [_run_in_words(run) for run in runs if run["phase"] == phase and not run.get("diverged")]
         lines += [f"{phase}: seed {', '.join(seeds)}"] * bool(seeds)
     return lines
 
 
 def diverged_in_words(row: Row) -> str:
-    """Return how many runs diverged, such as ``"diverged in 2 of 3 seeds, round 17"``.
+    """Return how many runs diverged, such as ``"diverged in 2 of 3 runs, round 17"``.
 
     The text is empty if no run diverged.
     """
     diverged = row.cells[row.cells["diverged"] == True]  # missing in unfinished cells
     rounds = ", ".join(str(int(x)) for x in sorted({*diverged["diverged_round"].dropna()}))
     where = f", round {rounds}" if rounds else ""
-    return f"diverged in {of_seeds(len(diverged), len(row.cells))}{where}" if len(diverged) else ""
+    return f"diverged in {of_runs(len(diverged), len(row.cells))}{where}" if len(diverged) else ""
 
 
 def as_text(table: pd.DataFrame, form: str = "simple") -> str:
@@ -311,10 +321,13 @@ def caption(results: StudyFrame) -> str:
         "reduced": _smaller(results),
     }.get(results.scale, "")
     paper = f" ({results.paper})" if results.paper else ""
-    spread = ", mean ± standard deviation over seeds" * any(len(row.done) > 1 for row in results.rows)
+    spread = f", mean ± standard deviation over {results.repeats}" * any(
+        len(row.done) > 1 for row in results.rows
+    )
     rule = f" Values: {rule_in_words(results.report)}{spread}."
     scale = f"Scale: {results.scale}, " * bool(results.scale)
-    head = f"{results.title}{paper}. {scale}{seeds_of(results)}."
+    folds = f", {len({*results.cells['fold']})} of {results.folds} folds" if results.folds else ""
+    head = f"{results.title}{paper}. {scale}{seeds_of(results)}{folds}."
     return " ".join(f"{head}{rule}{_own_models(results)}{_unlike(results)}{subset}".split())
 
 
@@ -324,7 +337,13 @@ def _own_models(results: StudyFrame) -> str:
     names = "; ".join(axis_labels.labels_in_words(row.labels, [*results.axes]) for row in rows)
     whose = "all rows" if len(rows) == len(results.rows) else names
     words = "the model that each client uses, on the client's own data"
-    return f" {results.metrics[results.first]} of {whose}: {words}." if rows else ""
+    sentences = [f"{results.metrics[results.first]} of {whose}: {words}"] if rows else []
+    sentences += [
+        f"{words}: clients that never train, with the model of the source {source[1]}"
+        for metric, words in results.metrics.items()
+        if (source := re.search("/held_out_.*_(server|adabn|mixture|tent|fine_tuned)", metric))
+    ]
+    return "".join(f" {sentence}." for sentence in sentences)
 
 
 def _smaller(results: StudyFrame) -> str:
@@ -342,9 +361,8 @@ def seeds_of(results: StudyFrame) -> str:
 
     An example is ``"seed 0 (16 rows) and seeds 0, 1, 2 (4 rows)"``.
     """
-    done = [sorted(row.done["seed"]) for row in results.rows]
-    rows = [*filter(None, done)] or [sorted(row.cells["seed"]) for row in results.rows]
-    counts = Counter(", ".join(map(str, seeds)) for seeds in rows)
+    done = [row.done for row in results.rows if len(row.done)] or [row.cells for row in results.rows]
+    counts = Counter(", ".join(map(str, sorted({*cells["seed"]}))) for cells in done)
     words = {seeds: f"seed{'s' * (',' in seeds)} {seeds}" for seeds in sorted(counts)}
     if len(counts) == 1:
         return next(iter(words.values()))
@@ -409,11 +427,12 @@ def cells_table(results: StudyFrame) -> pd.DataFrame:
     The columns are the labels, seed, phase, metrics and costs. If an axis has the name of a later
     column, such as ``samples``, the later column is ``run_samples``. Numbers have full precision.
     """
-    values = results.values.set_index(["seed", "metric"], append=True)["value"].map(str).unstack()
-    every = results.cells.set_index("seed", append=True, drop=False)
+    keys = ["seed", "fold"] if results.folds else ["seed"]
+    values = results.values.set_index([*keys, "metric"], append=True)["value"].map(str).unstack()
+    every = results.cells.set_index(keys, append=True, drop=False)
     values = values.reindex(index=every.index, columns=[*results.metrics]).reset_index(drop=True)
     cells = every.reset_index(drop=True)
-    before = ["seed", "phase"]
+    before = [*keys, "phase"]
     after = ["metric", "published", "learning_rate", *COSTS, "directory"]
     further = pd.concat([cells[before], values, cells[after]], axis=1)
     further.columns = [f"run_{name}" if name in results.axes else name for name in further]

@@ -1,7 +1,7 @@
 """Verdicts on the claims of a study.
 
-Each claim is tested on differences between runs with equal seeds. Holm's procedure corrects for the
-number of claims. With a probability of at most :data:`FAMILY_ERROR`, one or more verdicts are
+Each claim is tested on differences between runs with equal seeds, or on the folds' mean differences.
+Holm's procedure corrects for the number of claims. With a probability of at most :data:`FAMILY_ERROR`, one or more verdicts are
 wrong.
 
 Claims that are corrected together form a family. Headline claims form a separate family if they
@@ -9,7 +9,7 @@ have at least :data:`HEADLINE_SEEDS` seeds.
 """
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, isclose, isfinite
@@ -47,10 +47,11 @@ class Comparison(NamedTuple):
     Attributes:
         mean: Mean paired difference.
         error: Standard error of the mean; infinite for one pair.
-        pairs: Number of pairs.
+        pairs: Number of pairs, or of folds.
         low: The claim is that the mean is above this bound: 0 for an ordering, the negative margin
             for an equality.
         high: The claim is that the mean is below this bound: infinite for an ordering.
+        unit: What ``pairs`` counts.
     """
 
     mean: float
@@ -58,10 +59,18 @@ class Comparison(NamedTuple):
     pairs: int
     low: float
     high: float
+    unit: str = "pairs"
 
     @classmethod
-    def of(cls, differences: Sequence[float], margin: float | None = None) -> "Comparison":
+    def of(
+        cls, differences: Sequence[float], margin: float | None = None, folds: int | None = None
+    ) -> "Comparison":
         """Return the comparison, given the differences between runs with equal seeds.
+
+        Differences of K folds are not independent, because the folds share training samples. Their
+        mean has the variance (1/n + 1/(K - 1)) s^2, where s^2 is the sample variance of the n
+        differences, and 1/(K - 1) is the ratio of test and training samples (Nadeau and Bengio,
+        "Inference for the generalization error", Machine Learning 52, 2003, section 5).
 
         If there are only two differences and they are equal, they count as one. They can be equal
         by chance, because accuracies are multiples of 1 / (number of test samples). Their standard
@@ -69,9 +78,11 @@ class Comparison(NamedTuple):
         """
         n = len(differences)
         n = 1 if n == 2 and isclose(*differences, rel_tol=0, abs_tol=_EQUAL) else n
-        error = statistics.stdev(differences) / n**0.5 if n > 1 else inf
+        shared = 1 / (folds - 1) if folds else 0
+        error = statistics.stdev(differences) * (1 / n + shared) ** 0.5 if n > 1 else inf
         low, high = (0.0, inf) if margin is None else (-margin, margin)
-        return cls(statistics.mean(differences), error, n, low, high)
+        unit = "folds, which share training samples" if folds else "pairs"
+        return cls(statistics.mean(differences), error, n, low, high, unit)
 
     @property
     def p_for(self) -> float:
@@ -123,7 +134,7 @@ class Comparison(NamedTuple):
             return f"difference {self.mean:+.3f} in one pair{small}"
         half = self.half_width(level)
         interval = f"{self.mean - half:+.3f} to {self.mean + half:+.3f}"
-        return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} pairs"
+        return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} {self.unit}"
 
 
 def p_of(tests: Sequence[Comparison]) -> float | None:
@@ -182,9 +193,9 @@ def paired_differences(results: StudyFrame) -> StudyFrame:
     sides, (more, less), *_ = read_difference(results.difference, results.known)
     pairs = [*paired(more, less, results)]
     values = [
-        {"labels": row.labels, "seed": seed, "metric": metric, "value": value}
+        {"labels": row.labels, "metric": metric, **run}
         for row, other in pairs
-        for seed, value in (row.of(metric) - other.of(metric)).dropna().items()
+        for run in (row.of(metric) - other.of(metric)).dropna().reset_index().to_dict("records")
     ]
     kept = {tuple(row.labels.values()) for row, _ in pairs}
     return replace(
@@ -276,7 +287,7 @@ def _verdict(text: str, tests: Sequence[Comparison], reason: str, level: float) 
         return verdict
     decides = max(test.half_width(level) for test in several)
     what = "a difference" if tests[0].high == inf else "a margin"
-    words += f"; these seeds can decide {what} of {decides:.3f} or more"
+    words += f"; these {'folds' if 'folds' in tests[0].unit else 'seeds'} can decide {what} of {decides:.3f} or more"
     return replace(verdict, words=words, decides=decides)
 
 
@@ -299,8 +310,16 @@ def _tests(claim: Claim, results: StudyFrame) -> tuple[list[Comparison], str]:
             values, others = row.of(results.first), other.of(results.first)
             for reason in _reasons((row, values), (other, others)):
                 return [], reason
-            tests.append(Comparison.of([*(values - others).dropna()], claim.margin))
+            differences = (values - others).dropna()
+            if results.folds:  # the folds are the same for every seed
+                differences = differences.groupby(level="fold").mean()
+            tests.append(Comparison.of([*differences], claim.margin, results.folds))
     return tests, ""
+
+
+def _run_in_words(run: Hashable) -> str:
+    """Return the seed of a run, and its fold if there are folds."""
+    return "{} in fold {}".format(*run) if isinstance(run, tuple) else str(run)
 
 
 def _reasons(*sides: tuple[Row, pd.Series]) -> Iterator[str]:
@@ -310,7 +329,7 @@ def _reasons(*sides: tuple[Row, pd.Series]) -> Iterator[str]:
             if run["phase"] != "done":
                 yield f"{run['directory']} " + ("diverged" if run.get("diverged") else f"is {run['phase']}")
     for row, values in sides:
-        if seeds := [f"{seed}" for seed, value in values.items() if not isfinite(value)]:
+        if seeds := [_run_in_words(run) for run, value in values.items() if not isfinite(value)]:
             words = " ".join(f"{axis}={label}" for axis, label in row.labels.items())
             yield f"{words} has no finite number with seed {', '.join(seeds)}"
     (_, values), (_, others) = sides
