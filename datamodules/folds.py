@@ -51,7 +51,9 @@ def folds_of_samples(
             for fold, (_, test) in enumerate(divided):
                 fold_of[samples[torch.from_numpy(np.sort(test))]] = fold
     unit = "samples" if subjects is None else "subjects"
-    note = f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"
+    note = (
+        f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"
+    )
     return fold_of, note if small else ""
 
 
@@ -62,4 +64,6 @@ def check_fold(folds: int | None, fold: int) -> None:
     if folds is not None and folds < 2:
         raise ConfigurationError(f"data.folds must be at least 2, such as 5, found {folds}")
     if folds is not None and not 0 <= fold < folds:
-        raise ConfigurationError(f"data.fold must be in 0 to {folds - 1}, as data.folds={folds}; found {fold}")
+        raise ConfigurationError(
+            f"data.fold must be in 0 to {folds - 1}, as data.folds={folds}; found {fold}"
+        )

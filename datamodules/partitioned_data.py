@@ -1,7 +1,7 @@
 """Base class of data sets whose samples a partition assigns to clients and server."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Literal
@@ -136,6 +136,20 @@ class PartitionedDataModule(FederatedDataModule):
         if not parts or not any(map(len, parts)):
             return None
         return self._loader(parts[client_id]) if len(parts[client_id]) else []
+
+    def own_size(self, client_id: int, split: str) -> int:
+        """Return the number of a client's own evaluation samples."""
+        parts = self.distribution.own.get(split)
+        return len(parts[client_id]) if parts else 0
+
+    def own_samples(self, client_id: int, split: str) -> Mapping[str, Sequence[str | int]]:
+        """Return columns that identify a client's own evaluation samples, in their loader's order."""
+        parts = self.distribution.own.get(split)
+        return self._identified(parts[client_id]) if parts else {}
+
+    def _identified(self, samples: Tensor) -> dict[str, Sequence[str | int]]:
+        """Return columns that identify samples, which are given by their indices."""
+        return {"index": samples.tolist()}
 
     def _make_clients(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define setup(stage)")

@@ -47,6 +47,7 @@ _PARTS = (
 )
 _NAMES = ("groups", "subjects")  # parts whose values are names
 _BINS = 10
+_UNITS = {".csv": "line", ".parquet": "row"}  # words for the place of a sample
 
 
 class TensorData(InMemorySamples):
@@ -106,6 +107,7 @@ class TensorData(InMemorySamples):
     """
 
     deciding_files = ("features",)
+    _subjects: Subjects | None = None
 
     def __init__(
         self,
@@ -135,12 +137,14 @@ class TensorData(InMemorySamples):
         if isinstance(features, str | Path):
             given = _read(user_path("data.features", str(features)), given, columns)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
+        self._unit, places = "index", None
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
             path, table = Path(features), given["features"]
             if hint := table.attrs["subject hint"]:
                 self.notes.append(hint)
             categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
             self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal)
+            self._unit, places = _UNITS[path.suffix], torch.tensor(table.index)
             given["features"] = raw_features(self.preprocessing, table, path)
             if given["targets"] is not None:
                 self.targets = find_classes(path, given["targets"])
@@ -166,6 +170,7 @@ class TensorData(InMemorySamples):
         )
         self._data = data | numbers | of_subjects
         _check_lengths(self._data)
+        self._places = torch.arange(len(self._data["features"])) if places is None else places
         if isinstance(subjects, str):
             self._subject_setting = f"data.subjects {subjects}"
         for part in ("", "test_") if of_subjects else ():
@@ -222,7 +227,7 @@ class TensorData(InMemorySamples):
             raise ConfigurationError(f"{path} is a table, but the run's data are arrays; give .npz or .pt")
         given = {**dict.fromkeys(_PARTS), "targets": [*known.targets] or None}
         read = _read(path, given, preprocessing.columns or None, labelled, preprocessing.decimal)
-        places, unit = None, {".csv": "line", ".parquet": "row"}.get(path.suffix, "index")
+        places, unit = None, _UNITS.get(path.suffix, "index")
         if unit != "index":
             table = read["features"]
             places, read["features"] = table.index.to_list(), raw_features(preprocessing, table, path)
@@ -259,11 +264,12 @@ class TensorData(InMemorySamples):
     def _make_clients(self) -> None:
         self.loaded = digest(self._data)
         parts = self._split()
+        self._place_of = torch.cat([parts["places"], parts["test_places"]])
         strata = [_strata(parts[name]) for name in ("targets", "test_targets")]
         subjects = None
         if "subjects" in parts:
             of = torch.cat([parts["subjects"], parts["test_subjects"]])
-            subjects = Subjects(of, torch.cat(strata), self._subject_names)
+            subjects = self._subjects = Subjects(of, torch.cat(strata), self._subject_names)
         groups, test_groups = parts.get("groups"), parts.get("test_groups")
         dealt = self.distribute(strata[0], strata[1], groups, test_groups, self._group_names, subjects)
         features = torch.cat([parts["features"], parts["test_features"]])
@@ -278,9 +284,9 @@ class TensorData(InMemorySamples):
 
     def _split(self) -> dict[str, Tensor]:
         """Return training and test data. If no test data are given, draw them from the samples."""
-        data = self._data
+        data = {**self._data, "places": self._places}
         if "test_targets" in data:
-            return data
+            return data | {"test_places": torch.arange(len(data["test_targets"]))}
         strata, draws = _strata(data["targets"]), generator(0, "tensor test split")
         if self.folds is not None:
             return _divided(data, self._fold(strata))
@@ -299,6 +305,12 @@ class TensorData(InMemorySamples):
             drawn = balanced_subset(strata, count, draws)
         return _divided(data, torch.isin(torch.arange(len(strata)), drawn))
 
+    def _identified(self, samples: Tensor) -> dict[str, Sequence[str | int]]:
+        columns: dict[str, Sequence[str | int]] = {self._unit: self._place_of[samples].tolist()}
+        if self._subjects is not None:
+            columns["subject"] = [self._subjects.names[x] for x in self._subjects.of[samples].tolist()]
+        return columns
+
     def _fold(self, strata: Tensor) -> Tensor:
         """Return which samples are the test samples of the fold."""
         if isinstance(self.partition, FromFile):
@@ -310,7 +322,10 @@ class TensorData(InMemorySamples):
         fold_of, note = folds_of_samples(
             strata, self._data["groups"], self._group_names, self._data.get("subjects"), self.folds
         )
-        self.notes += [f"test data: fold {self.fold} of {self.folds}, 0 to {self.folds - 1}", *[note] * bool(note)]
+        self.notes += [
+            f"test data: fold {self.fold} of {self.folds}, 0 to {self.folds - 1}",
+            *[note] * bool(note),
+        ]
         if not (fold_of == self.fold).any():
             raise ConfigurationError(
                 f"data.fold={self.fold} of {self.folds} has no test sample, as no client has more than {int(fold_of.max()) + 1 or 1} "

@@ -170,7 +170,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
                 evaluate = partial(self.evaluate, pl_module, tensors)
                 quality = evaluations[name].class_quality
             with pl_module.trainer.precision_plugin.val_step_context():
-                return evaluate_client(pl_module, job[1], split, evaluate, quality, tensors)[0]
+                return evaluate_client(pl_module, job[1], split, evaluate, quality, tensors).metrics
 
         self.values = {"trained": {**personal.own_values} if personal else {}}
         for (source, client), metrics in zip(jobs, pl_module.ranks.map(measured, jobs), strict=True):

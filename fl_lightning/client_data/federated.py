@@ -473,6 +473,17 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         parts = tree_leaves(loader)  # a list or a dict with one loader is this loader, as in Lightning
         return one_loader(parts[0] if len(parts) == 1 and isinstance(parts[0], DataLoader) else loader, place)
 
+    def own_size(self, client_id: int, split: str) -> int | Literal[""]:
+        """Return the number of a client's own evaluation samples; ``""`` if unknown (the default)."""
+        return ""
+
+    def own_samples(self, client_id: int, split: str) -> Mapping[str, Sequence[str | int]]:
+        """Return columns that identify a client's own evaluation samples, in their loader's order.
+
+        By default the dict is empty, since only the order is known.
+        """
+        return {}
+
     def _source(self, client_id: int) -> ClientDataModule | LoaderBatches:
         client = self.clients[client_id]
         if isinstance(client, ClientDataModule):

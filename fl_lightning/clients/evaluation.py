@@ -15,7 +15,7 @@ from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_everything
 from fl_lightning.ranks import Ranks
 
-_Entries = dict[str, list[tuple[int, Any]]]
+Entries = dict[str, list[tuple[int, Any]]]
 """Results of batches by the name of a measured quantity, as pairs (batch number, state).
 
 A state may be the sum over several batches.
@@ -40,6 +40,8 @@ class ServerEvaluation:
             samples. Without class labels, the list is empty.
         shown: Names of the metrics that progress bars show; None for all.
         kept: States that the next evaluation needs, such as the best value so far, by client.
+        kept_outputs: Scores and targets of each batch on the CPU, if this list is set. None (default):
+            they are not kept.
     """
 
     def __init__(self) -> None:
@@ -50,13 +52,14 @@ class ServerEvaluation:
         self.class_quality: list[float | None] = []
         self.kept: dict[Any, Any] = {}
         self.shown: set[str] | None = None
+        self.kept_outputs: list[tuple[Tensor, Tensor]] | None = None
         self._task: Task = Classification()
         self.start()
 
     def start(self) -> None:
         """Reset all sums for a new evaluation."""
-        self._common: _Entries = {}
-        self._of_rank: _Entries = {}
+        self._common: Entries = {}
+        self._of_rank: Entries = {}
         self._batch = _COMMON
         self._failure: Exception | None = None
         self._ranks: Ranks | None = None  # the ranks that have divided the batches
@@ -122,6 +125,8 @@ class ServerEvaluation:
         """
         self._task = task = task or self._task
         scores = task.scores(outputs)
+        if self.kept_outputs is not None:
+            self.kept_outputs.append((scores.detach().cpu(), targets.cpu()))
         counts = task.count(scores, targets)
         if weights is None:
             # without counts, a sample has the weight 1, whatever the number of its targets is
@@ -150,8 +155,20 @@ class ServerEvaluation:
         finish_together([self])
         return self.metrics
 
-    def _conclude(self, of_ranks: Iterable[_Entries]) -> None:
-        whole: _Entries = {}
+    @property
+    def entries(self) -> Entries:
+        """Results of the batches that this rank has evaluated outside of :meth:`divide`, on the CPU."""
+        entries: Entries = move_data_to_device(self._common, "cpu")
+        return entries
+
+    def pool(self, parts: Iterable[Entries], task: Task) -> dict[str, float]:
+        """Return the metrics of all samples of several evaluations, given their ``entries``."""
+        self._task = task
+        self._conclude(parts)
+        return self.metrics
+
+    def _conclude(self, of_ranks: Iterable[Entries]) -> None:
+        whole: Entries = {}
         for part in move_data_to_device([self._common, *of_ranks], "cpu"):
             for name, entries in part.items():
                 whole.setdefault(name, []).extend(entries)
@@ -170,17 +187,17 @@ class ServerEvaluation:
             self.arrays |= {key: value for key, value in values.items() if isinstance(value, list)}
         self.class_samples, self.class_quality = self._task.classes(counts)
 
-    def _share(self) -> _Entries:
+    def _share(self) -> Entries:
         if self._failure is not None:
             raise self._failure
-        shared: _Entries = move_data_to_device(self._of_rank, "cpu")
+        shared: Entries = move_data_to_device(self._of_rank, "cpu")
         return shared
 
 
 def finish_together(evaluations: Collection[ServerEvaluation]) -> None:
     """Finish several evaluations. The ranks exchange the results of all evaluations at once."""
     divided = [evaluation for evaluation in evaluations if evaluation._ranks is not None]
-    of_ranks: dict[ServerEvaluation, Iterable[_Entries]] = {}
+    of_ranks: dict[ServerEvaluation, Iterable[Entries]] = {}
     if divided:
         assert divided[0]._ranks is not None
         parts = divided[0]._ranks.exchange(lambda: [evaluation._share() for evaluation in divided])

@@ -23,7 +23,7 @@ MetricState = dict[str, Any] | tuple[Tensor, Tensor]
 
 _EXACT = {dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat}
 
-_PREFIXES = ("personal_", "own_", "client_")
+_PREFIXES = ("personal_", "own_", "client_", "pooled_")
 """Prefixes of the metrics that callbacks log."""
 
 

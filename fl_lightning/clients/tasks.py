@@ -368,7 +368,7 @@ def best_is(metric: str, known: Mapping[str, str] = MappingProxyType({})) -> Lit
     """
     if metric in known:
         return "min" if known[metric] == "min" else "max"
-    name = re.sub("^(personal|own|client)_", "", metric.rpartition("/")[2])
+    name = re.sub("^(personal|own|client|pooled)_", "", metric.rpartition("/")[2])
     if name.endswith("_variance"):
         return None
     shown = [name for task in SHIPPED for name in task.shown]

@@ -7,6 +7,7 @@ from fl_lightning.methods.freezing import FoundFreezing, Freezing
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.own_data import (
     Adaptation,
+    ClientResult,
     adapt_statistics,
     adapted_state,
     evaluate_client,
@@ -14,6 +15,7 @@ from fl_lightning.methods.own_data import (
     formatted,
     main_metric,
     mean_metrics,
+    pooled_metrics,
     spread_over_clients,
     weighed_accuracy,
 )
@@ -33,6 +35,7 @@ from fl_lightning.methods.variant_evaluation import BATCH_STATISTICS, VariantEva
 __all__ = [
     "BATCH_STATISTICS",
     "Adaptation",
+    "ClientResult",
     "Drawing",
     "FederatedCallback",
     "FoundFreezing",
@@ -59,6 +62,7 @@ __all__ = [
     "mean_metrics",
     "measured_statistics",
     "moving_statistics",
+    "pooled_metrics",
     "sent_kinds",
     "server_statistics",
     "set_server_statistics",

@@ -6,7 +6,7 @@ from itertools import chain
 from math import ceil, isnan, nan
 from statistics import fmean, pvariance
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fl_lightning.batch_norm.moments import merge_, moments
 from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.client_data.batches import copied
 from fl_lightning.client_data.loaders import every_batch
-from fl_lightning.clients.evaluation import ServerEvaluation
+from fl_lightning.clients.evaluation import Entries, ServerEvaluation
 from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seeded
 
@@ -94,6 +94,23 @@ def adapt_statistics(model: nn.Module, batches: Iterable[Any]) -> None:
         layers[name].get_buffer("running_var").copy_(spread / count)
 
 
+class ClientResult(NamedTuple):
+    """Evaluation of a model on a client's own data.
+
+    Attributes:
+        metrics: The known metrics by name. A metric that the client's data do not define, such as
+            the AUROC of one class, is left out.
+        diverged: Whether an output was not finite.
+        entries: Results of the batches, from which :func:`pooled_metrics` computes.
+        outputs: Scores and targets of each batch; empty unless they are kept.
+    """
+
+    metrics: Mapping[str, float]
+    diverged: bool = False
+    entries: Entries = {}  # noqa: RUF012  # never changed
+    outputs: Sequence[tuple[Tensor, Tensor]] = ()
+
+
 def evaluate_client(
     pl_module: "FederatedModule",
     client: int,
@@ -101,7 +118,8 @@ def evaluate_client(
     evaluate: Callable[[Any, ServerEvaluation], None],
     class_quality: Sequence[float | None] = (),
     tensors: Mapping[str, Tensor] = MappingProxyType({}),
-) -> tuple[Mapping[str, float], bool]:
+    keep: bool = False,
+) -> ClientResult:
     """Evaluate a model on a client's own data, on this rank only.
 
     Args:
@@ -113,12 +131,10 @@ def evaluate_client(
         class_quality: The model's accuracy for each class on the server's evaluation data. If no
             client has own data, the accuracy is estimated by :func:`weighed_accuracy`.
         tensors: The model's tensors by name that differ from the server's.
-
-    Returns:
-        The known metrics by name, and whether an output was not finite. A metric that the client's
-        data do not define, such as the AUROC of one class, is left out.
+        keep: Whether the result has the outputs.
     """
     evaluation = pl_module.client.new_evaluation()
+    evaluation.kept_outputs = [] if keep else None
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)), pl_module.client.apart(tensors):
         loader = pl_module.data.own_dataloader(client, split)
         has_data = False
@@ -129,10 +145,22 @@ def evaluate_client(
     if loader is not None:
         if not evaluation.diverged:
             known = {name: x for name, x in known.items() if not isnan(x) or evaluation.is_defined(name)}
-        return known, evaluation.diverged
+        return ClientResult(known, evaluation.diverged, evaluation.entries, evaluation.kept_outputs or ())
     histograms = pl_module.data.class_histograms()
     accuracy = weighed_accuracy(class_quality, histograms[client] if histograms else ())
-    return {} if accuracy is None else {pl_module.task.class_metric: accuracy}, False
+    return ClientResult({} if accuracy is None else {pl_module.task.class_metric: accuracy})
+
+
+def pooled_metrics(pl_module: "FederatedModule", results: Iterable[ClientResult]) -> dict[str, float]:
+    """Return the metrics over the samples of all clients together, such as ``pooled_accuracy``.
+
+    An AUROC is computed from all outputs, and is no mean of AUROCs. The dict is empty if no client
+    has own data, or if a LightningModule computes its own metrics.
+    """
+    parts = [result.entries for result in results if result.entries]
+    metrics = pl_module.client.new_evaluation().pool(parts, pl_module.task) if parts else {}
+    diverged = any(result.diverged for result in results)
+    return {f"pooled_{name}": value for name, value in metrics.items() if diverged or not isnan(value)}
 
 
 def mean_metrics(

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.errors import ConfigurationError, check_number
-from fl_lightning.methods.own_data import evaluate_client, evenly_spaced, mean_metrics, spread_over_clients
+from fl_lightning.methods.own_data import (
+    ClientResult,
+    evaluate_client,
+    evenly_spaced,
+    mean_metrics,
+    pooled_metrics,
+    spread_over_clients,
+)
 from fl_lightning.methods.variant_evaluation import VariantEvaluation
 from fl_lightning.randomness import derive_seed, seeded
 
@@ -32,7 +39,8 @@ class PersonalEvaluation(VariantEvaluation):
       without such a loader uses the server's evaluation data, with classes weighted as in the
       client's class histogram. Without a class histogram, the metric is left out.
       With the observer ``ClientEvaluation``, ``own_accuracy_worst`` is the mean over the worst tenth
-      of the clients, and ``own_accuracy_variance`` the variance over the clients.
+      of the clients, ``own_accuracy_variance`` the variance over the clients, and
+      ``pooled_accuracy`` the accuracy over all clients' samples together.
 
     Args:
         evaluate_clients: Number of clients whose models are evaluated, with evenly spaced ids.
@@ -40,8 +48,8 @@ class PersonalEvaluation(VariantEvaluation):
             server's model.
 
     Attributes:
-        own_values: Metrics of each evaluated client's model on the client's own data in the last
-            evaluation, by client id.
+        own_results: Evaluation of each evaluated client's model on the client's own data in the
+            last evaluation, by client id.
 
     Raises:
         ConfigurationError: ``evaluate_clients`` is below 1, or another method also gives clients
@@ -61,7 +69,12 @@ class PersonalEvaluation(VariantEvaluation):
             name = f"{type(self).__name__}.evaluate_clients"
             check_number(name, evaluate_clients, " (or null for all)", least=1)
         self.evaluate_clients = evaluate_clients
-        self.own_values: dict[int, Mapping[str, float]] = {}
+        self.own_results: dict[int, ClientResult] = {}
+
+    @property
+    def own_values(self) -> dict[int, Mapping[str, float]]:
+        """Metrics of each evaluated client's model on the client's own data, by client id."""
+        return {client: result.metrics for client, result in self.own_results.items()}
 
     def evaluated_clients(self, pl_module: "FederatedModule") -> list[int]:
         """Return the ids of the clients whose models are evaluated."""
@@ -103,20 +116,24 @@ class PersonalEvaluation(VariantEvaluation):
         self, pl_module: "FederatedModule", split: str, evaluations: Mapping[str, ServerEvaluation]
     ) -> Mapping[str, float]:
         """Return metrics averaged over clients, such as ``own_accuracy``, by name."""
+        keep = self.measures_spread and pl_module.trainer.testing
 
-        def own_metrics(name: str) -> tuple[Mapping[str, float], bool]:
+        def own_metrics(name: str) -> ClientResult:
             tensors, quality = self._tensors[name], evaluations[name].class_quality
             evaluate = partial(self.evaluate, pl_module, tensors)
-            return evaluate_client(pl_module, int(name), split, evaluate, quality, tensors)
+            return evaluate_client(pl_module, int(name), split, evaluate, quality, tensors, keep)
 
         evaluated, task = pl_module.ranks.map(own_metrics, evaluations), pl_module.task
-        pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
+        pl_module.record.diverge(pl_module.trainer.global_step, any(x.diverged for x in evaluated))
         personal = [evaluation.metrics for evaluation in evaluations.values()]
         known = dict.fromkeys([task.quality, *task.measured, task.class_metric])
         names = None if pl_module.client.logs_itself else known
-        clients = [metrics for metrics, _ in evaluated]
-        self.own_values = dict(zip(map(int, evaluations), clients, strict=True))
+        clients = [result.metrics for result in evaluated]
+        kept = (result._replace(entries={}) for result in evaluated)
+        self.own_results = dict(zip(map(int, evaluations), kept, strict=True))
         own = mean_metrics(clients, names, "own_{}")
         if self.measures_spread:
-            own = spread_over_clients(clients, task.best, "own_{}") | own
+            own = (
+                spread_over_clients(clients, task.best, "own_{}") | own | pooled_metrics(pl_module, evaluated)
+            )
         return mean_metrics(personal, names, "personal_{}") | own

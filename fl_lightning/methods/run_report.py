@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 MetricRows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``. A row maps the names of a round's metrics to their values."""
@@ -64,6 +65,10 @@ class Report:
 
     def result(self) -> Mapping[str, float]:
         """Return numbers by name, for ``result.json`` and for the W&B summary."""
+        return {}
+
+    def predictions(self) -> "Mapping[int, Sequence[tuple[Tensor, Tensor]]]":
+        """Return the outputs and targets of clients' own test samples, for ``test_predictions.csv``."""
         return {}
 
     def result_lines(self) -> Mapping[str, str]:

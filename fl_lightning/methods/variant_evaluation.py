@@ -16,7 +16,14 @@ from fl_lightning.batch_norm.swapping import batch_statistics
 from fl_lightning.clients.evaluation import ServerEvaluation, finish_together
 from fl_lightning.cohort.slots import StateSlots
 from fl_lightning.methods.callback import FederatedCallback
-from fl_lightning.methods.own_data import Adaptation, adapted_state, evaluate_client, formatted, mean_metrics
+from fl_lightning.methods.own_data import (
+    Adaptation,
+    ClientResult,
+    adapted_state,
+    evaluate_client,
+    formatted,
+    mean_metrics,
+)
 from fl_lightning.randomness import isolated, permutation
 
 if TYPE_CHECKING:
@@ -180,19 +187,19 @@ class VariantEvaluation(FederatedCallback):
         evaluated on the same data.
         """
 
-        def own(client: int) -> tuple[Mapping[str, float], bool]:
+        def own(client: int) -> ClientResult:
             loader = pl_module.data.own_dataloader(client, split)
             if loader is None or loader == []:
-                return {}, False
+                return ClientResult({})
             tensors = adapted_state(pl_module, adapt, loader, name, client)
             evaluate = partial(self.evaluate, pl_module, tensors)
             return evaluate_client(pl_module, client, split, evaluate, tensors=tensors)
 
         evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
-        pl_module.record.diverge(pl_module.trainer.global_step, any(diverged for _, diverged in evaluated))
+        pl_module.record.diverge(pl_module.trainer.global_step, any(x.diverged for x in evaluated))
         task = pl_module.task
         names = None if pl_module.client.logs_itself else (task.quality, *task.measured)
-        return mean_metrics([metrics for metrics, _ in evaluated], names, f"own_{{}}_{name}")
+        return mean_metrics([result.metrics for result in evaluated], names, f"own_{{}}_{name}")
 
     on_test_epoch_start = on_validation_epoch_start  # type: ignore[assignment]  # a run's module has this type
     on_test_batch_end = on_validation_batch_end  # type: ignore[assignment]  # as above

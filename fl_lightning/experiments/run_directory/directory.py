@@ -59,6 +59,7 @@ class Attempt:
     # numbers of samples, rounds and local steps of each client
     participation = _File("participation.csv")
     partition_picture = _File("partition.png")  # picture of partition.json
+    test_predictions = _File("test_predictions.csv")  # of the clients' own test samples
     learning_curve = _File("learning_curve.png")  # picture of accuracy and loss over the rounds
     wandb_id = _File("wandb_id")  # the run's id at Weights & Biases; a resumed run has the same id
     error = _File("error.txt")  # traceback of the error that ended the run, if any

@@ -9,7 +9,7 @@ from pathlib import Path
 from fl_lightning.experiments.run_directory.describe import clients_table, run_title
 from fl_lightning.experiments.run_directory.directory import Attempt
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.run_directory.predictions import overlays
+from fl_lightning.experiments.run_directory.predictions import overlays, write_own_predictions
 from fl_lightning.files import csv_text, write_text
 from fl_lightning.methods.run_report import Report
 from fl_lightning.pictures.federation import class_quality_figure, clients_figure
@@ -31,6 +31,7 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
     - Each run has ``learning_curve.png``, drawn from ``metrics.jsonl``.
     - A finished run has ``class_<quality>.png``, such as ``class_accuracy.png``, drawn from
       ``result.json``.
+    - A finished run of clients with names may have ``test_predictions.csv``.
     - A finished segmentation run also has ``overlays.png``.
     - Reports may add ``<name>.png`` and ``<name>.csv``.
 
@@ -56,6 +57,8 @@ def draw_pictures(attempt: Attempt | None, module: FederatedModule) -> None:
             if record is not None:
                 caption = f"{record['split']} {what}"
                 write_figure(path, class_quality_figure(record[what], record["classes"], caption, title))
+        with harmless(attempt.test_predictions):
+            write_own_predictions(attempt.test_predictions, module)
         path = attempt.path / "overlays.png"
         with harmless(path):
             if (shown := overlays(module, title)) is not None:

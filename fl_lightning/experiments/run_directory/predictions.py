@@ -1,6 +1,6 @@
 """Predictions of a trained model as files: a table, images and overlays."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.clients.tasks import Segmentation, enlarged
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import atomic_write, unused, write_text
+from fl_lightning.methods.run_report import Report
 from fl_lightning.pictures.overlays import colours, default_palette, overlay_figure
 from fl_lightning.round.final_evaluation import has_batches
 from fl_lightning.round.module import FederatedModule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 4
+_MOST_OUTPUTS = 100  # of a sample in test_predictions.csv
 _NO_ROWS = "predict: the outputs are no tensors with a row for each sample, all of one shape; return such tensors from predict_step"
 _IGNORED = 255  # label that the picture shows in black
 
@@ -119,30 +121,70 @@ def write_rows(
     Raises:
         ConfigurationError: The outputs do not have a row for each sample, or scores are not finite.
     """
-    import pandas as pd  # only predictions need pandas
-
     rows = [x for x in outputs if isinstance(x, Tensor) and x.ndim]
     if sum(map(len, rows)) != len(samples.places) or len({x.shape[1:] for x in rows}) > 1:
         raise ConfigurationError(_NO_ROWS)
-    values, table = torch.cat(rows).cpu(), pd.DataFrame({samples.unit: samples.places})
-    if samples.targets is not None and samples.targets.ndim == 1:
-        table["target"] = samples.targets.tolist()
-    if class_names is None or values.shape[1:] != (len(class_names),):
-        values = values.reshape(len(values), -1)
-        columns = [f"value_{number}" for number in range(values.shape[1])]
-    else:
+    values = torch.cat(rows).cpu()
+    if class_names is not None and values.shape[1:] == (len(class_names),):
         for row in (~values.isfinite().all(1)).nonzero()[:1].flatten().tolist():
             raise ConfigurationError(
                 f"predict: the model's scores for {samples.unit} {samples.places[row]} are not finite; correct its values, or use a "
                 "checkpoint of before the run diverged"
             )
+    table = _rows_frame({samples.unit: samples.places}, samples.targets, values, class_names)
+    write_text(path := unused(path), table.to_csv(index=False, lineterminator="\n"))
+    return f"{len(table):,} predictions written to {path}"
+
+
+def write_own_predictions(path: Path, module: FederatedModule) -> None:
+    """Write a line for each of the clients' own test samples: place, client, target and prediction.
+
+    Nothing is written if the clients have no names, if no observer has evaluated their models, or if
+    a sample has several targets.
+
+    Args:
+        path: The CSV file, ``test_predictions.csv``.
+        module: The module after its final evaluation.
+    """
+    import pandas as pd  # only predictions need pandas
+
+    reports = [x.predictions() for x in module.federated_callbacks if isinstance(x, Report)]
+    data, frames = module.data, []
+    for client, batches in next(filter(None, reports), {}).items() if data.client_names else ():
+        scores, targets = (torch.cat(x) for x in zip(*batches, strict=True))
+        if targets.ndim > 1 or scores.numel() // max(len(scores), 1) > _MOST_OUTPUTS:
+            return
+        places = data.own_samples(client, "test") or {"index": range(len(targets))}
+        columns = {**places, "client": [data.client_names[client]] * len(targets)}
+        classes = scores.ndim == 2 and not targets.is_floating_point()
+        names = (data.class_names or [*map(str, range(scores.shape[1]))]) if classes else None
+        frames.append(_rows_frame(columns, targets, scores, names))
+    if frames:
+        write_text(path, pd.concat(frames).to_csv(index=False, lineterminator="\n"))
+
+
+def _rows_frame(
+    columns: Mapping[str, Sequence[Any]],
+    targets: Tensor | None,
+    values: Tensor,
+    class_names: Sequence[str] | None,
+) -> Any:
+    """Return a frame with columns, targets, and predicted classes with probabilities, or values."""
+    import pandas as pd  # only predictions need pandas
+
+    table = pd.DataFrame(columns)
+    if targets is not None and targets.ndim == 1:
+        table["target"] = targets.tolist()
+    if class_names is None or values.shape[1:] != (len(class_names),):
+        values = values.reshape(len(values), -1)
+        further = [f"value_{number}" for number in range(values.shape[1])]
+    else:
         known = dict(enumerate(class_names))
         table = table.replace({"target": known})
         table["prediction"] = [known[guess] for guess in values.argmax(1).tolist()]
-        columns, values = [f"probability_{name}" for name in class_names], values.float().softmax(1)
-    table[columns] = values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
-    write_text(path := unused(path), table.to_csv(index=False, lineterminator="\n"))
-    return f"{len(table):,} predictions written to {path}"
+        further, values = [f"probability_{name}" for name in class_names], values.float().softmax(1)
+    table[further] = values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
+    return table
 
 
 def palette(data: Any, classes: int) -> Sequence[tuple[int, int, int]]:

@@ -21,7 +21,11 @@ SERVER_PREFIX = "server/"
 
 A table has this column if another column shows the same metric for the clients' models."""
 
-_MODELS = {"personal": "clients' models", "own": "clients' models on own data"}
+_MODELS = {
+    "personal": "clients' models",
+    "own": "clients' models on own data",
+    "pooled": "clients' models on own data, pooled",
+}
 """Names of the models that a metric evaluates.
 
 A key is a prefix, as in ``test/personal_accuracy``."""

@@ -88,10 +88,15 @@ def test_each_clients_own_model_and_the_servers_equal_a_hand_computation(method)
             accuracies[name].append(float((outputs.argmax(1) == targets).double().mean()))
     assert (accuracies["accuracy"] == accuracies["own_accuracy"]) == (not personal)
     table = observer.tables()["clients"]
-    assert table.columns == ["client", "name", "samples", "accuracy", "loss", "own_accuracy", "own_loss"]
+    counts = ["train_samples", "val_samples", "test_samples"]
+    assert table.columns == ["client", "name", *counts, "accuracy", "loss", "own_accuracy", "own_loss"]
     columns = dict(zip(table.columns, zip(*table.rows, strict=True), strict=True))
     assert columns["name"] == tuple(NAMES)
-    assert columns["samples"] == (16, 24, 40, 32)
+    assert columns["train_samples"] == (16, 24, 40, 32)
+    right = sum(
+        share * size for share, size in zip(accuracies["own_accuracy"], (16, 24, 40, 32), strict=True)
+    )
+    assert module.metrics["val/pooled_accuracy"] == pytest.approx(right / 112)
     for name, column in (("accuracy", "client_accuracy"), ("own_accuracy", "own_accuracy")):
         values = torch.tensor(accuracies[name]).double()
         assert columns[name] == pytest.approx(accuracies[name])
@@ -182,7 +187,12 @@ def test_a_client_without_test_samples_or_without_both_classes_has_no_value_ther
     sizes = dict(zip(names, map(len, cli.datamodule.distribution.own["test"]), strict=True))
     assert sizes["small"] == 0 < min(sizes["big"], sizes["one"])
     found = pd.read_csv(cli.attempt.path / "clients.csv", index_col="name")
-    assert found.loc["small"].drop(["client", "samples"]).isna().all()
+    parts = cli.datamodule.distribution
+    assert [*found["train_samples"]] == [*map(len, parts.clients)]
+    assert [*found["test_samples"]] == [*map(len, parts.own["test"])]
+    assert {*found["val_samples"]} == {0}
+    counts = ["client", "train_samples", "val_samples", "test_samples"]
+    assert found.loc["small"].drop(counts).isna().all()
     assert found.loc["one", ["auroc", "own_auroc"]].isna().all()
     assert found.loc["one", ["accuracy", "own_accuracy"]].notna().all()
     metrics = cli.model.metrics

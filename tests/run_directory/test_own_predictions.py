@@ -1,0 +1,132 @@
+"""``test_predictions.csv``: the clients' own test samples, each predicted by the model that its client uses."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, roc_auc_score
+
+from fl_lightning import load_model
+from tests.support.command_line import run, write_config
+
+HOSPITALS = ["Bergen", "Oslo", "Tromsø"]
+
+
+def write_visits(path, values=None):
+    """A table of 40 patients with three visits each, in three hospitals."""
+    draws = np.random.default_rng(0)
+    patient = np.repeat(np.arange(40), 3)
+    frame = pd.DataFrame(draws.normal(size=(120, 3)).round(3), columns=["a", "b", "c"])
+    frame.insert(0, "patient", [f"P{x:02}" for x in patient])
+    frame["site"] = np.array(HOSPITALS)[patient % 3]
+    frame["outcome"] = (
+        np.array(["no", "yes"])[draws.integers(0, 2, 40)[patient]] if values is None else values
+    )
+    frame.to_csv(path, index=False)
+    return frame
+
+
+def fitted(tmp_path, *callbacks, **settings):
+    frame = write_visits(tmp_path / "visits.csv", settings.pop("values", None))
+    data = {
+        "features": "visits.csv",
+        "targets": "outcome",
+        "groups": "site",
+        "subjects": "patient",
+        "test_fraction": 0.4,
+        "batch_size": 8,
+        "standardize": True,
+    }
+    auroc = {"class_path": "torchmetrics.AUROC", "init_args": {"task": "multiclass"}}
+    changes = {
+        "trainer.max_epochs": 2,
+        "trainer.callbacks": ["ClientEvaluation", *callbacks],
+        "model.model": {
+            "class_path": "TabularMLP",
+            "init_args": {"hidden": [4], **settings.pop("model", {})},
+        },
+        "model.metrics": settings.pop("metrics", {"auroc": auroc}),
+        "data": {"class_path": "TensorData", "init_args": data | settings.pop("data", {})},
+        **settings,
+    }
+    write_config(changes)
+    cli = run()
+    return frame, cli, pd.read_csv(cli.attempt.path / "test_predictions.csv")
+
+
+@pytest.mark.parametrize("method", ["FedBN", None])
+def test_each_line_is_a_test_sample_with_the_prediction_of_its_hospitals_model(tmp_path, monkeypatch, method):
+    monkeypatch.chdir(tmp_path)
+    frame, cli, found = fitted(tmp_path, *([method] if method else []))
+    assert [*found][:4] == ["line", "subject", "client", "target"]
+    rows = frame.iloc[found["line"] - 2]
+    for column, name in (("subject", "patient"), ("client", "site"), ("target", "outcome")):
+        assert [*found[column]] == [*rows[name]]
+    tested = {*rows["patient"]}
+    assert len(tested) == 16
+    assert len(found) == 48
+    names = cli.datamodule.class_names
+    for hospital, of_hospital in found.groupby("client"):
+        model = load_model(cli.attempt.path, checkpoint="last", client=hospital if method else None)
+        inputs = torch.tensor(frame.iloc[of_hospital["line"] - 2][["a", "b", "c"]].to_numpy())
+        with torch.no_grad():
+            shares = model(inputs).softmax(1)
+        written = of_hospital[[f"probability_{name}" for name in names]].to_numpy()
+        np.testing.assert_allclose(written, shares.numpy(), atol=1e-6)
+        assert [*of_hospital["prediction"]] == [names[x] for x in written.argmax(1)]
+
+
+def test_pooled_metrics_are_of_all_predictions_and_no_mean_of_hospitals(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, cli, found = fitted(tmp_path, "FedBN")
+    metrics = cli.model.metrics
+    accuracy = accuracy_score(found["target"], found["prediction"])
+    assert metrics["test/pooled_accuracy"] == pytest.approx(accuracy, abs=1e-7)
+    auroc = roc_auc_score(found["target"] == "yes", found["probability_yes"])
+    assert metrics["test/pooled_auroc"] == pytest.approx(auroc, abs=1e-7)
+    of_each = [roc_auc_score(x["target"] == "yes", x["probability_yes"]) for _, x in found.groupby("client")]
+    assert metrics["test/own_auroc"] == pytest.approx(np.mean(of_each), abs=1e-7)
+    assert metrics["test/own_auroc"] != pytest.approx(auroc, abs=1e-3)
+
+
+REGRESSION = """
+from torch.nn.functional import mse_loss
+from fl_lightning import Task
+
+class Regression(Task):
+    def loss(self, outputs, targets):
+        return mse_loss(outputs.squeeze(1), targets)
+"""
+
+
+def test_numbers_are_predicted_as_values(tmp_path, monkeypatch, methods):
+    monkeypatch.chdir(tmp_path)
+    methods(REGRESSION)
+    values = np.random.default_rng(1).normal(size=120).round(3)
+    settings = {
+        "values": values,
+        "metrics": {},
+        "model": {"num_classes": 1},
+        "model.task": "methods.Regression",
+    }
+    frame, _, found = fitted(tmp_path, **settings)
+    assert [*found] == ["line", "subject", "client", "target", "value_0"]
+    np.testing.assert_allclose(found["target"], frame.iloc[found["line"] - 2]["outcome"], atol=1e-6)
+
+
+def test_patients_do_not_leave_the_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, cli, _ = fitted(tmp_path, wandb={"mode": "offline"})
+    patients = b"P0"
+    sent = [path for path in Path(cli.attempt.path, "wandb").rglob("*") if path.is_file()]
+    assert sent
+    assert not any("test_predictions" in path.name for path in sent)
+    assert not any(patients in path.read_bytes() for path in sent)
+
+
+def test_clients_without_names_have_no_such_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        fitted(tmp_path, data={"groups": None, "partition": "IID", "num_clients": 2})
