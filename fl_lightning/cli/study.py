@@ -17,6 +17,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.interruption import Stopped
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.studies.cells import expect_newest_data
+from fl_lightning.experiments.studies.client_tables import client_tables, write_client_tables
 from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.definition import Study
 from fl_lightning.experiments.studies.engines.base import Engine
@@ -94,6 +95,7 @@ def main(args: Sequence[str]) -> None:
         )
         results.save(folder)
         write_tables(folder, results)
+        write_client_tables(folder, results)
         write_figures(folder, results)
         print_results(results, folder)
     unique = {cell.key: cell for cell in (*cells.trial_cells, *table)}
@@ -148,6 +150,8 @@ def print_results(results: StudyFrame, folder: Path) -> None:
     for table in (spread_table(results), whole_table(results)):
         if table is not None:
             print(f"\n{as_text(table)}")
+    for of_clients in client_tables(results)[:1]:
+        print(f"\n{of_clients.caption}\n\n{as_text(of_clients.frame())}")
     for line in remark_lines(results):
         print(f"\n{line}")
     print(f"\ncolumns for 'report {folder} --columns': {', '.join([*results.metrics.values(), *FURTHER])}")

@@ -17,6 +17,7 @@ from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.config_digest import deciding_settings
 from fl_lightning.experiments.run_directory.directory import Attempt, Config
 from fl_lightning.experiments.studies.axis_labels import labels_in_words, short
+from fl_lightning.experiments.studies.client_tables import client_tables
 from fl_lightning.experiments.studies.figures import pictures
 from fl_lightning.experiments.studies.study_frame import StudyFrame, load_study
 from fl_lightning.experiments.studies.table_columns import FURTHER, check_columns
@@ -111,6 +112,7 @@ def _section(results: StudyFrame, home: Path) -> dict[str, Any]:
     by_spread = f"{results.metrics[results.first].capitalize()} by {short(results.spread or '', axes)}"
     whole = whole_table(results, [*results.metrics, *FURTHER])
     tables = {by_spread: spread_table(results), "All values": whole}
+    tables |= {f"By client: {table.caption}": table.frame() for table in client_tables(results)}
     return {
         "results": results,
         "caption": caption(results),

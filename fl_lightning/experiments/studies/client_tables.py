@@ -1,0 +1,239 @@
+"""Tables of a study with a row for each client, such as a hospital, and a column for each method.
+
+A cell has a metric of the model that the client uses, on the client's own test samples. The values
+are computed from ``test_predictions.csv`` of the runs, with the predictions of all folds together.
+Without predictions, they are the values in ``clients.csv``.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fl_lightning.clients.tasks import best_is
+from fl_lightning.experiments.studies.axis_labels import labels_in_words
+from fl_lightning.experiments.studies.claims import read_claim, read_difference
+from fl_lightning.experiments.studies.client_scores import (
+    SCORES,
+    Array,
+    Predictions,
+    resamples,
+    score,
+    score_within,
+)
+from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
+from fl_lightning.experiments.studies.table_columns import of_any_model
+from fl_lightning.experiments.studies.tables import as_text, mean_and_deviation, shown_axes
+from fl_lightning.experiments.studies.verdicts import paired
+from fl_lightning.files import write_text
+
+MOST_CLIENTS = 50
+"""Largest number of clients of a table."""
+
+RESAMPLES = 2000
+"""Number of resamples of a bootstrap interval with a coverage of 95 %."""
+
+MEAN, WORST = "mean over clients", "worst client"
+
+_Frames = dict[Any, pd.DataFrame]
+"""Predictions of a row's runs, of all folds together, by seed."""
+
+
+@dataclass
+class ClientTable:
+    """Values of a metric by client and method.
+
+    Attributes:
+        metric: Name of the metric.
+        samples: Number of test samples of each client, by name; 0 if unknown.
+        values: Value of each run, by column and then by row. Rows are clients and means.
+        differences: Mean difference with the ends of its interval, by column and then by row.
+        units: What a bootstrap draws: ``"samples"`` or ``"subjects"``.
+        remark: Sentence about missing differences, or an empty text.
+    """
+
+    metric: str
+    samples: dict[str, int]
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    differences: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
+    units: str = "samples"
+    remark: str = ""
+
+    def frame(self) -> pd.DataFrame:
+        """Return the table as text. A value that the client's samples do not define is empty."""
+        rows = [*dict.fromkeys(row for values in self.values.values() for row in values)]
+        sizes = {row: f" ({self.samples[row]})" for row in rows if self.samples.get(row)}
+        table = pd.DataFrame({"client (test samples)": [row + sizes.get(row, "") for row in rows]})
+        for name, values in self.values.items():
+            known = ([x for x in values.get(row, ()) if not isnan(x)] for row in rows)
+            table[name] = [*map(mean_and_deviation, known)]
+        for name, found in self.differences.items():
+            words = {row: "{:+.3f} ({:+.3f} to {:+.3f})".format(*x) for row, x in found.items()}
+            table[name] = [words.get(row, "") for row in rows]
+        return table
+
+    @property
+    def caption(self) -> str:
+        """Sentences that say what the rows and columns are."""
+        within = " An AUROC over all samples also measures differences in level between clients."
+        interval = f" Differences: 95 % bootstrap interval ({RESAMPLES:,} resamples of {self.units} within each client)."
+        return (
+            f"{self.metric} of the model that each client uses, on its own test samples."
+            + within * (self.metric == "auroc")
+            + interval * bool(self.differences)
+            + f" {self.remark}"
+        ).rstrip()
+
+
+@lru_cache(maxsize=4)
+def client_tables(results: StudyFrame) -> list[ClientTable]:
+    """Return a table for each metric of a study whose clients have names; [] for other studies.
+
+    Args:
+        results: Results of a study. Predictions are read from its run directories.
+    """
+    rows = {labels_in_words(row.labels, shown_axes(results)) or "all runs": row for row in results.rows}
+    metrics = dict.fromkeys(of_any_model(name).rpartition("/")[2] for name in results.metrics)
+    frames = {name: _predictions(row) for name, row in rows.items()}
+    tables: list[ClientTable] = []
+    if all("prediction" in frame for known in frames.values() for frame in known.values()) and any(
+        frames.values()
+    ):
+        tables = [_scored(metric, frames, results) for metric in metrics if metric in SCORES]
+    tables += [
+        _logged(metric, rows, results) for metric in metrics if metric not in [x.metric for x in tables]
+    ]
+    return [table for table in tables if 0 < len(table.samples) <= MOST_CLIENTS]
+
+
+def _read(row: Row, name: str) -> Iterator[tuple[Any, pd.DataFrame]]:
+    for run in row.runs:
+        path = Path(run["directory"]) / name
+        if run["phase"] == "done" and path.is_file():
+            yield run["seed"], pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def _predictions(row: Row) -> _Frames:
+    parts: dict[Any, list[pd.DataFrame]] = {}
+    for seed, frame in _read(row, "test_predictions.csv"):
+        parts.setdefault(seed, []).append(frame)
+    folds = row.cells["fold"].nunique() or 1
+    whole = {seed: pd.concat(frames) for seed, frames in parts.items() if len(frames) == folds}
+    return {seed: x.sort_values(["client", x.columns[0]], ignore_index=True) for seed, x in whole.items()}
+
+
+def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> ClientTable:
+    """Return the table of a metric that is computed from predictions."""
+    first = next(frame for known in frames.values() for frame in known.values())
+    table = ClientTable(metric, first["client"].value_counts().sort_index().to_dict())
+    smallest = best_is(metric, results.best) != "min"
+
+    def scores(weights: Mapping[str, Array]) -> dict[str, dict[Any, dict[str, Array]]]:
+        return {
+            name: {seed: _scores(metric, frame, weights, smallest) for seed, frame in known.items()}
+            for name, known in frames.items()
+        }
+
+    points = scores({client: np.ones((1, count)) for client, count in table.samples.items()})
+    rows = next(of_row for known in points.values() for of_row in known.values())
+    table.values = {
+        name: {row: [float(x[row][0]) for x in known.values()] for row in rows}
+        for name, known in points.items()
+    }
+    # columns before the prediction: which sample it is, and its target
+    same = [*first.columns[: first.columns.get_loc("prediction")]]
+    if any(not frame[same].equals(first[same]) for known in frames.values() for frame in known.values()):
+        table.remark = "No differences: the runs have other test samples."
+        return table
+    table.units = "subjects" if "subject" in first else "samples"
+    draws, units = np.random.default_rng(0), first.get("subject", pd.Series(range(len(first))))
+    of_client = {client: units[first["client"] == client].to_numpy() for client in table.samples}
+    drawn = scores({client: resamples(x, RESAMPLES, draws) for client, x in of_client.items()})
+    for more, less in _pairs([*frames], results):
+        seeds = [seed for seed in frames[more] if seed in frames[less]]
+        for row in rows if seeds else ():
+            mean, gaps = (
+                np.mean([known[more][x][row] - known[less][x][row] for x in seeds], axis=0)
+                for known in (points, drawn)
+            )
+            if row != WORST and not isnan(mean[0]):
+                low, high = np.nanquantile(gaps, [0.025, 0.975])
+                name = f"{more} \N{MINUS SIGN} {less}"
+                table.differences.setdefault(name, {})[row] = (float(mean[0]), float(low), float(high))
+    return table
+
+
+def _scores(
+    metric: str, frame: pd.DataFrame, weights: Mapping[str, Array], smallest: bool
+) -> dict[str, Array]:
+    """Return the metric ``[B]`` of each row: clients, all samples, and the mean and worst of the clients."""
+    parts = {
+        str(name): (Predictions.of(of_client), weights[str(name)])
+        for name, of_client in frame.groupby("client")
+    }
+    found = {name: score(metric, [part]) for name, part in parts.items()}
+    clients = np.stack([*found.values()])
+    found["all samples"] = score(metric, [*parts.values()])
+    if metric == "auroc":
+        found["pairs within clients"] = score_within(metric, [*parts.values()])
+    defined = clients[:, ~np.isnan(clients).all(0)]
+    for name, reduce in ((MEAN, np.nanmean), (WORST, np.nanmin if smallest else np.nanmax)):
+        found[name] = np.full(clients.shape[1], np.nan)
+        found[name][~np.isnan(clients).all(0)] = reduce(defined, axis=0)
+    return found
+
+
+def _pairs(rows: list[str], results: StudyFrame) -> list[tuple[str, str]]:
+    """Return the columns to compare: those of the claims and the difference, else all with the first."""
+    read = [read_claim(claim.claim, results.known) for claim in results.claims]
+    read += [read_difference(results.difference, results.known)] if results.difference else []
+    axes = shown_axes(results)
+    pairs = [
+        (labels_in_words(row.labels, axes), labels_in_words(other.labels, axes))
+        for claim in read
+        for more, less in zip(claim.constraints, claim.constraints[1:], strict=False)
+        for row, other in paired({**claim.fixed, **more}, less, results)
+    ]
+    return [*dict.fromkeys(pairs)] or [(row, rows[0]) for row in rows[1:]]
+
+
+def _logged(metric: str, rows: Mapping[str, Row], results: StudyFrame) -> ClientTable:
+    """Return the table of a metric that the runs have logged, the mean over folds."""
+    table = ClientTable(metric, {})
+    smallest = best_is(metric, results.best) != "min"
+    for name, row in rows.items():
+        values: dict[Any, dict[str, list[float]]] = {}
+        for seed, frame in _read(row, "clients.csv"):
+            column = next((x for x in frame if of_any_model(x) == metric and x.startswith("own_")), None)
+            if column is None or [*frame["name"]] == [*frame["client"]]:
+                continue  # the clients have no names
+            for client, words in zip(frame["name"], frame[column], strict=True):
+                values.setdefault(seed, {}).setdefault(client, []).append(float(words or "nan"))
+        for clients in values.values():
+            of_seed = pd.Series({client: pd.Series(x).mean() for client, x in clients.items()})
+            of_seed[MEAN], of_seed[WORST] = of_seed.mean(), of_seed.min() if smallest else of_seed.max()
+            table.samples |= dict.fromkeys(clients, 0)
+            for client, value in of_seed.items():
+                table.values.setdefault(name, {}).setdefault(str(client), []).append(float(value))
+    return table
+
+
+def write_client_tables(folder: Path, results: StudyFrame) -> None:
+    """Write the tables to ``clients.md``, and each to ``clients_<metric>.csv``.
+
+    Files of earlier results without such a table are removed.
+    """
+    for path in [folder / "clients.md", *folder.glob("clients_*.csv")]:
+        path.unlink(missing_ok=True)
+    tables = client_tables(results)
+    for table in tables:
+        content = table.frame().to_csv(index=False, lineterminator="\n")
+        write_text(folder / f"clients_{table.metric}.csv", content)
+    if tables:
+        parts = [f"{table.caption}\n\n{as_text(table.frame(), 'github')}" for table in tables]
+        write_text(folder / "clients.md", "\n\n".join(parts) + "\n")
