@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from fl_lightning.clients.metrics import defined_value
 from fl_lightning.errors import ConfigurationError
 
 _JOIN: dict[str, Any] = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -44,7 +45,7 @@ class Logged:
     def value(self, metrics: Mapping[str, Metric]) -> float:
         """Return the value as a number."""
         if self.metric is not None:
-            return float(metrics[self.metric].compute())
+            return float(defined_value(metrics[self.metric]))
         assert self.total is not None
         return float(self.total / self.weight if self.reduce == "mean" else self.total)
 

@@ -1,16 +1,20 @@
 """Evaluation of the torchmetrics in the setting ``model.metrics``."""
 
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.prints import rank_zero_only
 
 from fl_lightning.errors import ConfigurationError
 
@@ -149,15 +153,13 @@ def compute(metric: Metric, name: str, states: Sequence[MetricState]) -> dict[st
 
     Returns:
         A dict with the value under the key ``name``. If the metric has several values, the keys are
-        ``<name>_<key>``. Tensors with several elements become nested lists. A metric such as AUROC
-        is NaN if the targets lack a class that counts; torchmetrics computes it with 0.
+        ``<name>_<key>``. Tensors with several elements become nested lists. Undefined values are
+        NaN, see :func:`defined_value`.
 
     Raises:
         ConfigurationError: The metric cannot be computed.
     """
     metric.to("cpu").reset()
-    # a weighted mean gives an absent class the weight 0
-    undefined = "negative" if getattr(metric, "average", None) == "weighted" else "(positive|negative)"
     with _errors_of(name, f"{type(metric).__name__} cannot be computed: "):
         for state in states:
             if isinstance(state, tuple):
@@ -167,14 +169,67 @@ def compute(metric: Metric, name: str, states: Sequence[MetricState]) -> dict[st
             for key, value in state.items():
                 setattr(metric, key, value)
             metric.merge_state(earlier)
-        warnings.filterwarnings("error", f"No {undefined} samples", UserWarning)
-        try:
-            value = metric.compute()
-        except UserWarning:
-            value = nan
+        value = defined_value(metric)
     metric.reset()
     named = {f"{name}_{key}": x for key, x in value.items()} if isinstance(value, Mapping) else {name: value}
     return {key: _plain(x) for key, x in named.items()}
+
+
+def defined_value(
+    metric: Metric, compute: Callable[[], Any] | None = None, undefined: list[Metric] | None = None
+) -> Any:
+    """Compute a metric, with NaN in place of an undefined value.
+
+    A metric such as AUROC is undefined if the targets lack a class that counts. torchmetrics warns,
+    and computes the metric with 0.
+
+    Args:
+        metric: The metric.
+        compute: The metric's method ``compute``. Default: ``metric.compute``.
+        undefined: List to which the metric is added if its value is undefined.
+    """
+    # a weighted mean gives an absent class the weight 0
+    absent = "negative" if getattr(metric, "average", None) == "weighted" else "(positive|negative)"
+    state = vars(rank_zero_only)
+    rank, state["rank"] = state["rank"], 0  # torchmetrics warns on rank 0 only
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            value = (compute or metric.compute)()
+    finally:
+        state["rank"] = rank
+    lacks_class = False
+    for warning in caught:
+        if re.match(f"No {absent} samples", str(warning.message)):
+            lacks_class = True
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if not lacks_class:
+        return value
+    if undefined is not None:
+        undefined.append(metric)
+    for part in metric.modules():
+        if isinstance(part, Metric):
+            part._computed = None  # a kept value would be returned without a warning
+    return tree_map_only(Tensor, lambda x: x * nan, value)
+
+
+@contextmanager
+def undefined_is_nan(metrics: Iterable[Metric]) -> Iterator[list[Metric]]:
+    """Let ``compute`` of the metrics return the :func:`defined_value` in the ``with`` block.
+
+    Yields:
+        A list, to which each metric with an undefined value is added.
+    """
+    undefined: list[Metric] = []
+    usual = [(metric, metric.compute) for metric in metrics]
+    try:
+        for metric, compute in usual:
+            vars(metric)["compute"] = partial(defined_value, metric, compute, undefined)
+        yield undefined
+    finally:
+        for metric, compute in usual:
+            vars(metric)["compute"] = compute
 
 
 def _plain(value: Any) -> float | list[Any]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from math import inf
+from math import inf, isnan, nan
 from typing import Any
 
 import lightning as L
@@ -13,6 +13,7 @@ from fl_lightning.client_data.loaders import every_batch
 from fl_lightning.clients.evaluation import ServerEvaluation
 from fl_lightning.clients.logged_values import LoggedValues
 from fl_lightning.clients.metric_states import MetricStates
+from fl_lightning.clients.metrics import undefined_is_nan
 from fl_lightning.clients.tasks import Task
 from fl_lightning.errors import doing
 from fl_lightning.randomness import derive_seed, seed_everything, seeded
@@ -75,8 +76,7 @@ class ModuleEvaluation(ServerEvaluation):
         super().start()
         self._values: LoggedValues | None = None
         self._held: MetricStates = {}
-        self._parts: list[dict[str, float]] = []
-        self._defined: set[str] = set()
+        self._parts: list[dict[str, float | None]] = []
         self._index = 0
         self.shown = set()
         self.loader: int | None = None
@@ -144,16 +144,18 @@ class ModuleEvaluation(ServerEvaluation):
         return self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
 
     def is_defined(self, name: str) -> bool:
-        """Return whether a logged value counts samples. A metric object may be undefined, as an AUROC."""
-        return name in self._defined
+        """Return whether a client has the logged value. An undefined metric, such as an AUROC, is none."""
+        return any(part.get(name) is not None for part in self._parts)
 
     def finish(self) -> dict[str, float]:
         """Return the metrics by the names that the module has logged."""
         if self._values is not None:
             self._end()
             names = dict.fromkeys(name for part in self._parts for name in part)
-            known = {name: [part[name] for part in self._parts if name in part] for name in names}
-            self.metrics = {name: sum(values) / len(values) for name, values in known.items()}
+            parts = {name: [x for part in self._parts if (x := part.get(name)) is not None] for name in names}
+            self.metrics = {
+                name: sum(values) / len(values) if values else nan for name, values in parts.items()
+            }
         return self.metrics
 
     def _conclude(self, of_ranks: Any) -> None:
@@ -164,10 +166,19 @@ class ModuleEvaluation(ServerEvaluation):
         metrics = self._client.metrics.metrics
         if self is self._run.evaluation:  # the metrics of variants have other names
             self._run.show_to_callbacks(self._values.numbers(metrics))
-        with self._seeded("end"), self._client.logs.collecting(self._values):
+        of_steps = {*self._values}
+        with (
+            self._seeded("end"),
+            self._client.logs.collecting(self._values),
+            undefined_is_nan(metrics.values()) as undefined,
+        ):
             self._client.call(f"on_{self._kind}_epoch_end")
-        self._parts.append(self._values.numbers(metrics))
-        self._defined |= {name for name, x in self._values.items() if x.metric is None and x.weight > 0}
+        counted = {name for name, x in self._values.items() if x.metric is None and x.weight > 0}
+        if undefined:  # a NaN that the hook has logged comes from such a metric
+            counted &= of_steps
+        counted |= {f"{name}_epoch" for name in counted}
+        numbers = self._values.numbers(metrics)
+        self._parts.append({n: None if isnan(x) and n not in counted else x for n, x in numbers.items()})
         self.shown = (self.shown or set()) | {
             name for name, logged in self._values.items() if logged.prog_bar
         }

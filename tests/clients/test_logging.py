@@ -7,7 +7,8 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from sklearn.metrics import roc_auc_score
 
 from tests.support.helpers import Rows
 from tests.support.lightning_sites import CLASSES, TRAINER, Lit, Site, federated, sites
@@ -22,6 +23,7 @@ from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataMod
 from fl_lightning.clients.log_collector import LogCollector
 from fl_lightning.errors import CannotVectorize
 from fl_lightning.execution.vectorized import VectorizedExecutor
+from fl_lightning.experiments.run_directory.checkpoints import RoundCheckpoint
 from fl_lightning.methods import VariantEvaluation
 from tests.support.recorded_calls import RecordingExecutor
 
@@ -651,3 +653,94 @@ def test_a_refused_metric_object_keeps_no_tensor_of_vmap():
 def test_log_takes_the_arguments_of_lightning():
     ours, lightnings = (inspect.signature(x.log).parameters for x in (LogCollector, L.LightningModule))
     assert [(x.name, x.default) for x in ours.values()] == [(x.name, x.default) for x in lightnings.values()]
+
+
+class Ill(Site):
+    """A site with the labels 0 and 1, or with one label in its evaluation samples."""
+
+    def __init__(self, seed, only=None):
+        super().__init__(seed)
+        self.only = only
+
+    def setup(self, stage):
+        super().setup(stage)
+        for samples in (self.samples, self.held_out):
+            samples.tensors[1].clamp_(max=1)
+        if self.only is not None:
+            self.held_out.tensors[1].fill_(self.only)
+
+
+class Diagnosis(Lit):
+    """Logs an AUROC as an object, the same from ``compute()``, and the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.auroc, self.again = torchmetrics.AUROC(task="binary"), torchmetrics.AUROC(task="binary")
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        scores = self(batch[0]).softmax(1)[:, 1]
+        for metric in (self.auroc, self.again):
+            metric.update(scores, batch[1])
+        self.log("val/auroc", self.auroc)
+
+    def on_validation_epoch_end(self):
+        self.log("val/again_auroc", self.again.compute())
+        self.again.reset()
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_the_auroc_of_a_client_with_one_class_is_no_value(only):
+    """torchmetrics gives 0 with a warning. The mean of Lightning's loaders would contain it."""
+    torch.manual_seed(0)
+    clients = {"north": Ill(0), "one": Ill(1, only), "south": Ill(2)}
+    observer, module = callbacks.ClientEvaluation(), Diagnosis()
+    run = federated(module, observer, data=FederatedDataModule(clients), rounds=2)
+    by_hand = {}
+    for name in ("north", "south"):
+        inputs, labels = clients[name].held_out.tensors
+        with torch.no_grad():
+            scores = run.model.eval()(inputs.double()).softmax(1)[:, 1]
+        by_hand[name] = roc_auc_score(labels, scores)
+    mean, worst = sum(by_hand.values()) / 2, min(by_hand.values())
+    assert 0 < worst < mean
+    for name in ("auroc", "again_auroc"):
+        logged = [run.metrics[f"val/{kind}{name}"] for kind in ("", "client_", "own_")]
+        assert logged == pytest.approx([mean] * 3, abs=1e-6), name
+        assert run.metrics[f"val/client_{name}_worst"] == pytest.approx(worst, abs=1e-6)
+    table = observer.tables()["clients"]
+    column = [row[table.columns.index("val/auroc")] for row in table.rows]
+    assert column == [
+        pytest.approx(by_hand["north"], abs=1e-6),
+        "",
+        pytest.approx(by_hand["south"], abs=1e-6),
+    ]
+    words = "1 of 3 have no val/again_auroc, 1 of 3 have no val/auroc, and are left out"
+    assert observer.result_lines() == {"clients": words}
+    assert module.auroc.compute.__name__ == "compute"  # the metric's own method again
+
+
+@pytest.mark.parametrize("monitored", ["val/auroc", "val/again_auroc"])
+def test_the_auroc_of_a_server_with_one_class_is_nan_and_never_the_best(monitored, tmp_path):
+    data = FederatedDataModule({"north": Ill(0), "south": Ill(2)}, server=Ill(99, only=1))
+    keepers = [
+        RoundCheckpoint(monitor=monitored),
+        ModelCheckpoint(tmp_path / "kept", monitor=monitored, mode="max"),
+    ]
+    for keeper in keepers:
+        run = federated(Diagnosis(), keeper, data=data, rounds=2)
+        assert torch.tensor(run.metrics[monitored]).isnan()
+    assert keepers[0].best_score is None
+    assert keepers[1].best_model_score in (None, -torch.inf)
+
+
+def test_a_loss_that_is_nan_stays_in_the_mean_beside_an_undefined_metric():
+    class Diverged(Diagnosis):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.log("val/nan_loss", batch[0].sum() * torch.nan, on_step=True, on_epoch=True)
+
+    data = FederatedDataModule({"one": Ill(1, only=1), "south": Ill(2)})
+    run = federated(Diverged(), callbacks.ClientEvaluation(), data=data, rounds=1)
+    for name in ("val/nan_loss", "val/nan_loss_epoch", "val/client_nan_loss"):
+        assert torch.tensor(run.metrics[name]).isnan(), name

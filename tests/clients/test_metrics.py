@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from fl_lightning import ConfigurationError, FederatedDataModule, FederatedModule, Task
 from fl_lightning.callbacks import ClientEvaluation, FedBN
-from fl_lightning.clients.metrics import make_metrics
+from fl_lightning.clients.metrics import defined_value, make_metrics, undefined_is_nan
 from fl_lightning.datamodules import Shards, TensorData
 from fl_lightning.methods.own_data import weighed_accuracy
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
@@ -331,6 +331,7 @@ def test_an_evaluation_that_is_finished_twice_has_the_same_metrics():
     assert evaluation.finish() == evaluation.finish() == {"loss": 1.0, "mse": 1.0}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("average", "labels", "defined"),
     [
@@ -340,8 +341,9 @@ def test_an_evaluation_that_is_finished_twice_has_the_same_metrics():
         ("weighted", [0], False),
     ],
 )
-def test_a_metric_of_a_class_that_no_sample_has_is_nan(average, labels, defined):
+def test_a_metric_of_a_class_that_no_sample_has_is_nan(average, labels, defined, rank, monkeypatch):
     """torchmetrics takes 0 for such a class. In a weighted mean, the weight of an absent class is 0."""
+    monkeypatch.setattr(tm.utilities.prints.rank_zero_only, "rank", rank)  # it warns on rank 0 only
     targets = torch.tensor(labels).repeat(8)
     scores = torch.randn(len(targets), 3, generator=torch.Generator().manual_seed(0)).softmax(1)
     task = Classification()
@@ -357,3 +359,28 @@ def test_a_metric_of_a_class_that_no_sample_has_is_nan(average, labels, defined)
         own, others = scores[targets == label, label], scores[targets != label, label]
         of_classes.append((own[:, None] > others[None]).double().mean())
     assert found == pytest.approx(float(torch.stack(of_classes).mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrap", [tm.wrappers.ClasswiseWrapper, lambda metric: metric + 0.0, tm.wrappers.MinMaxMetric]
+)
+def test_an_undefined_metric_in_a_metric_is_nan_each_time(wrap):
+    one = tm.classification.MulticlassAUROC(3, average="macro" if wrap is tm.wrappers.MinMaxMetric else None)
+    metric = wrap(one)
+    generator = torch.Generator().manual_seed(0)
+    metric.update(torch.rand(8, 3, generator=generator).softmax(1), torch.zeros(8).long())
+    usual = metric.compute
+    for _ in range(2):
+        values = [defined_value(metric)]
+        with undefined_is_nan([x for x in metric.modules() if isinstance(x, tm.Metric)]) as undefined:
+            values.append(metric.compute())
+        for value in values:
+            parts = value.values() if isinstance(value, dict) else [value]
+            assert torch.stack([*parts])[: 1 if wrap is tm.wrappers.MinMaxMetric else None].isnan().all()
+        assert undefined
+    assert metric.compute is usual
+
+
+def test_other_warnings_of_a_metric_are_shown():
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        assert defined_value(tm.MeanSquaredError()).isnan()
