@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from math import nan
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,14 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.prints import rank_zero_only
 
+from fl_lightning.clients.class_metrics import NAMED
 from fl_lightning.errors import ConfigurationError
 
-MetricSetting = Callable[[], Metric]
-"""A torchmetrics class, a function that makes a metric, or a metric object."""
+MetricSetting = Literal[None] | Callable[[], Metric]  # noqa: PYI061 (jsonargparse tries None last, and writes no null)
+"""A torchmetrics class, a function that makes a metric, or a metric object.
+
+None is allowed for the names in :data:`~fl_lightning.clients.class_metrics.NAMED`.
+"""
 
 MetricState = dict[str, Any] | tuple[Tensor, Tensor]
 """State of a metric: a dict of tensors, or a pair of outputs and targets of a batch."""
@@ -36,14 +40,18 @@ def check_names(settings: Mapping[str, MetricSetting], task: Any) -> Mapping[str
 
     Raises:
         ConfigurationError: A name is not an identifier, or the task already has a metric of this
-            name.
+            name, or an unknown name has no metric.
     """
-    for name in settings:
+    for name, setting in settings.items():
         is_name = isinstance(name, str) and name.isidentifier()
         if not is_name or name in ("loss", *task.shown) or name.startswith(_PREFIXES):
             raise ConfigurationError(
                 f"model.metrics: {name!r} is {'taken' if is_name else 'no name'}; use letters, digits and _, and neither "
                 f"{', '.join(['loss', *task.shown])} nor a name that begins with {', '.join(_PREFIXES)}"
+            )
+        if setting is None and name not in NAMED:
+            raise ConfigurationError(
+                f"model.metrics.{name}: a name without a metric; give a class of torchmetrics, or one of the names {', '.join(NAMED)}"
             )
     return settings
 
@@ -63,6 +71,12 @@ def make_metrics(settings: Mapping[str, MetricSetting], num_classes: int | None)
 
 
 def _made(name: str, setting: MetricSetting, num_classes: int | None) -> Metric:
+    if setting is None:
+        if num_classes is None:
+            raise ConfigurationError(
+                f"model.metrics.{name}: the data have no classes (integer targets); leave {name} out"
+            )
+        setting = partial(NAMED[name], num_classes)
     with _errors_of(name):
         metric: Any = deepcopy(setting) if isinstance(setting, Metric) else _called(setting, num_classes)
     if not isinstance(metric, Metric):

@@ -91,6 +91,7 @@ class FederatedModule(Recorded, RunContext):
             :class:`~fl_lightning.clients.tasks.Classification`.
         metrics: Further metrics by name: torchmetrics classes, functions that make a metric, or
             metric objects. Metrics that require ``num_classes`` get the data's number of classes.
+            ``None`` for the names ``sensitivity``, ``specificity``, ``calibration`` and ``auroc``.
         loss: Loss of (outputs, targets), averaged over the batch. A loss must not have trainable
             parameters of its own. Default: the task's loss.
         client_lr_schedule: Function of (round, planned rounds) that returns a factor for the client
@@ -293,6 +294,9 @@ class FederatedModule(Recorded, RunContext):
             return
         for note in self.data.notes:
             self.print(note)
+        if self.data.num_classes == 2 and (named := [n for n, x in self.task_metrics.items() if x is None]):
+            positive = "class 1" + (f" ({self.data.class_names[1]})" if self.data.class_names else "")
+            self.print(f"positive class of {', '.join(named)}: {positive}")
         restore_batch_norm(self.model)  # a failed fit may have left replaced layers in the model
         if self.ranks.size > 1:
             refuse_synchronised(self.model)
