@@ -4,16 +4,11 @@ If there are two classes, class 1 is positive.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.classification import (
-    BinaryAUROC,
-    BinaryCalibrationError,
-    MulticlassAUROC,
-    MulticlassCalibrationError,
-    MulticlassConfusionMatrix,
-)
+from torchmetrics import AUROC, CalibrationError, Metric
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 
 class ClassSensitivity(MulticlassConfusionMatrix):
@@ -50,18 +45,14 @@ def _of_positive(right: Tensor, samples: Tensor) -> Tensor:
     return shares[1] if len(shares) == 2 else shares.nanmean()
 
 
-def _calibration(num_classes: int) -> Metric:
-    return BinaryCalibrationError() if num_classes == 2 else MulticlassCalibrationError(num_classes)
-
-
-def _auroc(num_classes: int) -> Metric:
-    return BinaryAUROC() if num_classes == 2 else MulticlassAUROC(num_classes)
+def _of_task(make: Callable[..., Metric], num_classes: int) -> Metric:
+    return make(task="binary" if num_classes == 2 else "multiclass", num_classes=num_classes)
 
 
 NAMED: Mapping[str, Callable[[int], Metric]] = {
     "sensitivity": ClassSensitivity,
     "specificity": ClassSpecificity,
-    "calibration": _calibration,
-    "auroc": _auroc,
+    "calibration": partial(_of_task, CalibrationError),
+    "auroc": partial(_of_task, AUROC),
 }
 """Metrics by their name in ``model.metrics``. The argument is the number of classes."""

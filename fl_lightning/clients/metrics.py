@@ -212,13 +212,9 @@ def defined_value(
             value = (compute or metric.compute)()
     finally:
         state["rank"] = rank
-    lacks_class = False
-    for warning in caught:
-        if re.match(f"No {absent} samples", str(warning.message)):
-            lacks_class = True
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    if not lacks_class:
+    if not any(re.match(f"No {absent} samples", str(x.message)) for x in caught):
+        for x in caught:
+            warnings.warn_explicit(x.message, x.category, x.filename, x.lineno)
         return value
     if undefined is not None:
         undefined.append(metric)

@@ -172,7 +172,7 @@ def test_a_client_without_test_samples_or_without_both_classes_has_no_value_ther
     changes = {
         "trainer.callbacks": [*method, "ClientEvaluation"],
         "model.model": {"class_path": "TabularMLP", "init_args": {"hidden": [4], "norm": "bn"}},
-        "model.metrics": {"auroc": auroc},
+        "model.metrics": {"auroc": auroc, "sensitivity": None, "specificity": None},
         "data": {
             "class_path": "TensorData",
             "init_args": {
@@ -193,11 +193,15 @@ def test_a_client_without_test_samples_or_without_both_classes_has_no_value_ther
     assert {*found["val_samples"]} == {0}
     counts = ["client", "train_samples", "val_samples", "test_samples"]
     assert found.loc["small"].drop(counts).isna().all()
-    assert found.loc["one", ["auroc", "own_auroc"]].isna().all()
-    assert found.loc["one", ["accuracy", "own_accuracy"]].notna().all()
+    # "ill" is class 0, so that this site has no sample of the positive class
+    assert found.loc["one", ["auroc", "own_auroc", "sensitivity", "own_sensitivity"]].isna().all()
+    assert found.loc["one", ["accuracy", "own_accuracy", "specificity", "own_specificity"]].notna().all()
     metrics = cli.model.metrics
     assert metrics["test/own_accuracy"] == pytest.approx(found["own_accuracy"].mean())
-    assert metrics["test/own_auroc"] == pytest.approx(found.loc["big", "own_auroc"])
+    for name in ("own_auroc", "own_sensitivity"):
+        assert (
+            metrics[f"test/{name}"] == metrics[f"test/{name}_worst"] == pytest.approx(found.loc["big", name])
+        )
     if not method:
         held_out = cli.datamodule.own_dataloader(names.index("big"), "test")
         ((inputs, targets),) = held_out
