@@ -4,6 +4,7 @@ Weights ``[B, n]`` give the number of times that each of n samples is in each of
 is computed for all resamples at once. A metric that the samples do not define is NaN.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,19 +93,22 @@ def score(metric: str, parts: Sequence[tuple[Predictions, Array]]) -> Array:
         parts: Predictions of each client, with the weights of its samples.
     """
     together = Predictions(*(np.concatenate(x) for x in zip(*(part for part, _ in parts), strict=True)))
-    return _ratio(SCORES[metric](together, np.concatenate([weights for _, weights in parts], 1)))
+    return _mean(SCORES[metric](together, np.concatenate([weights for _, weights in parts], 1)), metric)
 
 
 def score_within(metric: str, parts: Sequence[tuple[Predictions, Array]]) -> Array:
     """Return an AUROC ``[B]`` over the pairs of samples within each client."""
     of_clients = [SCORES[metric](*part) for part in parts]
     sums = [[sum(x) for x in zip(*of_class, strict=True)] for of_class in zip(*of_clients, strict=True)]
-    return _ratio([(top, bottom) for top, bottom in sums])
+    return _mean([(top, bottom) for top, bottom in sums], metric)
 
 
-def _ratio(parts: Sequence[tuple[Any, Any]]) -> Array:
-    with np.errstate(invalid="ignore"):
-        values: Array = np.mean([np.asarray(top) / np.asarray(bottom) for top, bottom in parts], axis=0)
+def _mean(parts: Sequence[tuple[Any, Any]], metric: str) -> Array:
+    """Return the mean over the classes. An AUROC needs all classes; other metrics omit absent ones."""
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice")
+        shares = [np.asarray(top) / np.asarray(bottom) for top, bottom in parts]
+        values: Array = (np.mean if metric == "auroc" else np.nanmean)(shares, axis=0)
     return values
 
 

@@ -124,7 +124,7 @@ def _predictions(row: Row) -> _Frames:
         parts.setdefault(seed, []).append(frame)
     folds = row.cells["fold"].nunique() or 1
     whole = {seed: pd.concat(frames) for seed, frames in parts.items() if len(frames) == folds}
-    return {seed: x.sort_values(["client", x.columns[0]], ignore_index=True) for seed, x in whole.items()}
+    return {seed: x.sort_values("client", kind="stable", ignore_index=True) for seed, x in whole.items()}
 
 
 def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> ClientTable:
@@ -209,7 +209,8 @@ def _logged(metric: str, rows: Mapping[str, Row], results: StudyFrame) -> Client
     for name, row in rows.items():
         values: dict[Any, dict[str, list[float]]] = {}
         for seed, frame in _read(row, "clients.csv"):
-            column = next((x for x in frame if of_any_model(x) == metric and x.startswith("own_")), None)
+            own = (x for x in frame if x.startswith("own_"))  # such as own_auc or own_test/auc
+            column = next((x for x in own if x[4:].rpartition("/")[2] == metric), None)
             if column is None or [*frame["name"]] == [*frame["client"]]:
                 continue  # the clients have no names
             for client, words in zip(frame["name"], frame[column], strict=True):
