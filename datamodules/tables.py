@@ -8,12 +8,16 @@ from decimal import Context, Decimal
 from math import nan
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.client_data.preprocessing import Preprocessing
 from fl_lightning.errors import ConfigurationError
+
+Columns = Sequence[str] | Mapping[str, Sequence[str]] | None
+"""Names of feature columns, or ``{"except": names}``."""
 
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
 _FEWEST = 10  # different ids of a column of ids; "case" with "yes" and "no" is none
@@ -32,8 +36,9 @@ def read_table(
     path: Path,
     targets: str | Sequence[str] | None,
     named: Mapping[str, str | None],
-    columns: Sequence[str] | None,
+    columns: Columns,
     decimal: str | None = None,
+    missing: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
@@ -42,8 +47,9 @@ def read_table(
         targets: Name of the target column, or a list of names. None: targets are not read.
         named: Column of ``groups`` and column of ``subjects``. None: the table has no such column.
         columns: Names of the feature columns. None: all columns that are neither targets nor
-            groups nor subjects.
+            groups nor subjects. ``{"except": names}``: all of these columns but the named ones.
         decimal: See :func:`read_frame`.
+        missing: See :func:`read_frame`.
 
     Returns:
         ``features`` and ``targets`` (``pandas.DataFrame`` of text, see :func:`read_frame`), and
@@ -52,12 +58,20 @@ def read_table(
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing.
     """
-    table = read_frame(path, decimal)
+    table = read_frame(path, decimal, missing)
     header = [*table.columns]
     names = [targets] if isinstance(targets, str) else [*(targets or ())]
     given = {setting: name for setting, name in named.items() if name is not None}
     others = (*names, *given.values())
-    used = [*columns] if columns is not None else [name for name in header if name not in others]
+    excepted = list[str]()
+    if isinstance(columns, Mapping):
+        if {*columns} != {"except"}:
+            raise ConfigurationError(
+                f"data.columns: {columns} has other keys than except; write {{except: [NAME, ...]}} or [NAME, ...]"
+            )
+        excepted, columns = [*columns["except"]], None
+    left = [name for name in header if name not in (*others, *excepted)]
+    used = left if columns is None else [*columns]
     nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
     if columns is None and nameless:
         raise ConfigurationError(
@@ -68,9 +82,11 @@ def read_table(
         raise ConfigurationError(
             f"data.columns: {shared[0]} is the target, data.targets; leave it out of the features"
         )
-    if columns is not None and not used:
-        raise ConfigurationError(f"data.columns: [] leaves no feature; name some of {', '.join(header)}")
-    for setting, wanted in (("targets", names), *((x, [y]) for x, y in given.items()), ("columns", used)):
+    if not used:
+        shown = {"except": excepted} if excepted else columns
+        raise ConfigurationError(f"data.columns: {shown} leaves no feature; name some of {', '.join(header)}")
+    wanted_columns = ("columns", [*used, *excepted])
+    for setting, wanted in (("targets", names), *((x, [y]) for x, y in given.items()), wanted_columns):
         for name in wanted:
             if header.count(name) != 1:
                 what = f"is {'no' if name not in header else 'more than one'} column"
@@ -95,13 +111,21 @@ def read_table(
     return read
 
 
-def missing_word(names: Iterable[Any]) -> str | None:
-    """Return the first name that stands for a missing value, or None."""
-    return next(iter(_missing(names)), None)
+def missing_word(names: Iterable[Any], listed: Sequence[str] | None = None) -> str | None:
+    """Return the first name that stands for a missing value, or None.
+
+    Args:
+        names: Different names.
+        listed: The words for missing values. None: the built-in words.
+    """
+    return next(iter(_missing(names, listed)), None)
 
 
-def _missing(names: Iterable[Any]) -> list[str]:
+def _missing(names: Iterable[Any], listed: Sequence[str] | None) -> list[str]:
     words = [str(name) for name in names]
+    if listed is not None:
+        forms = {"", *map(_form, listed)}
+        return [word for word in words if _form(word) in forms]
     missing = [word for word in words if word.lower() in _UNKNOWN]
     maybe = [word for word in words if word.lower() in _MAYBE]
     others = [word for word in words if word not in (*maybe, *missing)]
@@ -111,7 +135,12 @@ def _missing(names: Iterable[Any]) -> list[str]:
     return missing
 
 
-def read_frame(path: Path, decimal: str | None = None) -> Any:
+def _form(word: str) -> str:
+    """Return the form in which a word is compared with listed words: -999.0 is -999, and Unknown is unknown."""
+    return _category(normalize("NFC", word.strip())).lower()
+
+
+def read_frame(path: Path, decimal: str | None = None, missing: Sequence[str] | None = None) -> Any:
     """Return a table as a ``pandas.DataFrame`` of text. Its index are lines (CSV) or rows (parquet).
 
     The separator of a CSV file is a comma, semicolon, tab or vertical bar. If it is a semicolon, a
@@ -121,10 +150,12 @@ def read_frame(path: Path, decimal: str | None = None) -> Any:
       integer with a leading zero.
     - ``categorical``: Names of the columns that a parquet file types as categories.
     - ``decimal``: Decimal mark of a CSV file. None: no number has one.
+    - ``missing``: The argument.
 
     Args:
         path: A ``.csv`` or ``.parquet`` file.
         decimal: Decimal mark of the training file. None: it is unknown.
+        missing: Words for missing values in addition to the empty word. None: the built-in words.
     """
     import pandas as pd  # only tables need pandas
 
@@ -171,7 +202,8 @@ def read_frame(path: Path, decimal: str | None = None) -> Any:
     if (empty := (table == "").all(axis=1).to_numpy()).any():
         raise ConfigurationError(f"data.features: {_place(path, table, empty)} has no value; leave it out")
     zero_first = table.columns[_cells(table, r"0\d+").any(axis=0)]
-    table.attrs = {"text": text.union(zero_first), "categorical": categorical, "decimal": decimal}
+    table.attrs = {"text": text.union(zero_first), "categorical": categorical}
+    table.attrs |= {"decimal": decimal, "missing": missing}
     return table
 
 
@@ -291,7 +323,7 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
     text, categorical = table.attrs["text"], {*categorical, *table.attrs["categorical"]}
     categories: dict[str, list[str | None]] = {}
     for name in table:
-        words = table[name][~table[name].isin(_missing(table[name].unique()))]
+        words = table[name][~table[name].isin(_missing(table[name].unique(), table.attrs["missing"]))]
         wrong = np.isnan(_floats(words))
         if name not in categorical:
             if name not in text and not wrong.any():
@@ -300,7 +332,7 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
             if len(odd) and (wrong.all() or name not in text or not _whole(words[~wrong])):
                 raise ConfigurationError(
                     f"data.columns: {name} is no column of numbers, {_place(path, odd, [0])} has {odd.iloc[0]!r}; write a number or leave the value empty, "
-                    f"name {name} in data.categorical, or leave the column out of data.columns"
+                    f"name {name} in data.categorical, list a word for missing values in data.missing, or leave the column out of data.columns"
                 )
             if words.is_unique:
                 raise ConfigurationError(
@@ -329,13 +361,17 @@ def raw_features(preprocessing: Preprocessing, table: Any, path: Path) -> Any:
         raise ConfigurationError(
             f"data.columns: {absent[0]} is no column of {path}; it has {', '.join(map(str, table))}"
         )
-    may_miss = bool(preprocessing.impute)
-    parts = [read_column(path, table[x], categories.get(x), may_miss) for x in columns]
+    rules = bool(preprocessing.impute), preprocessing.missing
+    parts = [read_column(path, table[x], categories.get(x), *rules) for x in columns]
     return np.stack(parts, axis=1)
 
 
 def read_column(
-    path: Path, values: Any, categories: Sequence[str | None] | None, may_miss: bool
+    path: Path,
+    values: Any,
+    categories: Sequence[str | None] | None,
+    may_miss: bool,
+    listed: Sequence[str] | None = None,
 ) -> NDArray[np.float64]:
     """Return the numbers in a feature column. A missing value is NaN.
 
@@ -345,6 +381,7 @@ def read_column(
         categories: Categories of the column. The number of a value is its position in this list, or
             -1 if the list does not contain the value. None: the values are numbers.
         may_miss: Whether values may be missing.
+        listed: Words for missing values. None: the built-in words.
 
     Raises:
         ConfigurationError: A value is missing, or is no number.
@@ -352,8 +389,12 @@ def read_column(
     words = values.astype(object).where(values.notna(), "").map(str).str.strip()
     position = {category: i for i, category in enumerate(categories or ()) if category is not None}
     known = _floats(words) if categories is None else words.map(_category).map(position).to_numpy(np.float64)
-    gaps = (*_UNKNOWN, *_missing([*filter(None, categories or ()), *_MAYBE]))
-    missing = np.isnan(known) & words.str.lower().isin(gaps).to_numpy()
+    if listed is None:
+        gaps = (*_UNKNOWN, *_missing([*filter(None, categories or ()), *_MAYBE], None))
+        missing = np.isnan(known) & words.str.lower().isin(gaps).to_numpy()
+    else:
+        missing = words.isin(_missing(words.unique(), listed)).to_numpy()
+        known = np.where(missing, nan, known)
     wrong = np.isnan(known) & ~missing
     if missing.any() and not may_miss:
         example = "median" if categories is None else "most_frequent"
@@ -371,8 +412,8 @@ def read_column(
 
 
 def _names(path: Path, setting: str, values: Any) -> list[str]:
-    if (word := missing_word(values.unique())) is not None:
-        has = f"has {word} for {values.name}, {MISSING}"
+    if (word := missing_word(values.unique(), values.attrs["missing"])) is not None:
+        has = f"has {word} for {values.name}, {MISSING} (data.missing: [] then allows it)"
         if not word:
             has = f"has no {values.name}; fill in a value, or leave the sample out"
         raise ConfigurationError(f"data.{setting}: {_place(path, values, values == word)} {has}")

@@ -21,6 +21,7 @@ from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.datamodules.tables import (
     MISSING,
+    Columns,
     find_categories,
     find_classes,
     missing_word,
@@ -77,13 +78,17 @@ class TensorData(InMemorySamples):
             data that is drawn: test data, validation data and clients. Shares such as
             ``test_fraction`` are shares of the subjects.
         columns: Names of the feature columns of a table. Default: all columns that are neither
-            targets nor groups nor subjects.
+            targets nor groups nor subjects. ``{except: [patient, date]}``: all of these columns but
+            the named ones.
         categorical: Names of the feature columns of a table that are categories. Columns of words
             are categories in any case. Each category of the training samples becomes an input that
             is 0 or 1. For other categories, all these inputs are 0.
         impute: Strategy that replaces missing values (NaN in a tensor) by a value of the training
             samples: ``"mean"``, ``"median"`` or ``"most_frequent"``. Missing categories are
             replaced by the most frequent category. None: missing values are refused.
+        missing: Words for missing values in a table, such as ``["-999", "unknown"]``, in place of the
+            built-in words (``NA``, ``nan``, ``?``, ...). An empty value is always missing. Case is
+            ignored, and numbers are equal by value. ``[]``: ``NA`` is a word, such as North America.
         test_features: Test features. Default: a share of the samples, see ``test_fraction``.
         test_targets: Test targets.
         test_groups: Group of each test sample. If it is given, each client has its own test data.
@@ -116,9 +121,10 @@ class TensorData(InMemorySamples):
         *,
         groups: Any = None,
         subjects: Any = None,
-        columns: Sequence[str] | None = None,
+        columns: Sequence[str] | dict[str, list[str]] | None = None,
         categorical: Sequence[str] = (),
         impute: Literal["mean", "median", "most_frequent"] | None = None,
+        missing: Sequence[str | float] | None = None,
         test_features: Any = None,
         test_targets: Any = None,
         test_groups: Any = None,
@@ -134,8 +140,9 @@ class TensorData(InMemorySamples):
         self.folds, self.fold = folds, fold
         parts = features, targets, groups, subjects, test_features, test_targets, test_groups, test_subjects
         given = dict(zip(_PARTS, parts, strict=True))
+        words = None if missing is None else [*map(str, missing)]
         if isinstance(features, str | Path):
-            given = _read(user_path("data.features", str(features)), given, columns)
+            given = _read(user_path("data.features", str(features)), given, columns, missing=words)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
         self._unit, places = "index", None
         if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
@@ -143,16 +150,17 @@ class TensorData(InMemorySamples):
             if hint := table.attrs["subject hint"]:
                 self.notes.append(hint)
             categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
-            self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal)
+            self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal, missing=words)
             self._unit, places = _UNITS[path.suffix], torch.tensor(table.index)
             given["features"] = raw_features(self.preprocessing, table, path)
             if given["targets"] is not None:
                 self.targets = find_classes(path, given["targets"])
                 given["targets"] = read_targets(path, given["targets"], self.targets)
-        elif categorical:
+        elif categorical or words is not None:
+            setting, what = ("categorical", "columns") if categorical else ("missing", "words")
             raise ConfigurationError(
-                f"data.categorical: {', '.join(categorical)} are columns of a table; give a .csv or .parquet file in data.features, or "
-                "leave data.categorical out"
+                f"data.{setting}: {', '.join(categorical or words or ['[]'])} are {what} of a table; give a .csv or .parquet file in "
+                f"data.features, or leave data.{setting} out"
             )
         for name, names in self.targets.items():
             if names is not None:
@@ -164,9 +172,9 @@ class TensorData(InMemorySamples):
         known = {name: x for name, x in given.items() if x is not None}
         data = {n: _tensor(f"data.{n}", x, impute) for n, x in known.items() if not n.endswith(_NAMES)}
         named = {name: x for name, x in known.items() if name.endswith("groups")}
-        numbers, self._group_names = _numbered("groups", named)
+        numbers, self._group_names = _numbered("groups", named, words)
         of_subjects, self._subject_names = _numbered(
-            "subjects", {name: x for name, x in known.items() if name.endswith("subjects")}
+            "subjects", {name: x for name, x in known.items() if name.endswith("subjects")}, words
         )
         self._data = data | numbers | of_subjects
         _check_lengths(self._data)
@@ -226,7 +234,8 @@ class TensorData(InMemorySamples):
         if path.suffix in (".csv", ".parquet") and not preprocessing.columns:
             raise ConfigurationError(f"{path} is a table, but the run's data are arrays; give .npz or .pt")
         given = {**dict.fromkeys(_PARTS), "targets": [*known.targets] or None}
-        read = _read(path, given, preprocessing.columns or None, labelled, preprocessing.decimal)
+        rules = preprocessing.decimal, preprocessing.missing
+        read = _read(path, given, preprocessing.columns or None, labelled, *rules)
         places, unit = None, _UNITS.get(path.suffix, "index")
         if unit != "index":
             table = read["features"]
@@ -372,9 +381,10 @@ class ScikitLearn(TensorData):
 def _read(
     path: Path,
     given: Mapping[str, Any],
-    columns: Sequence[str] | None,
+    columns: Columns,
     labelled: bool = True,
     decimal: str | None = None,
+    missing: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     kinds = ".csv, .parquet, .npz or .pt"
     if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
@@ -384,7 +394,7 @@ def _read(
     if path.suffix in (".csv", ".parquet"):
         targets = given["targets"] if labelled else None
         names = {name: given[name] for name in _NAMES}
-        return {**given, **read_table(path, targets, names, columns, decimal)}
+        return {**given, **read_table(path, targets, names, columns, decimal, missing)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
@@ -450,12 +460,15 @@ def _check_lengths(data: Mapping[str, Tensor]) -> None:
             )
 
 
-def _numbered(kind: str, groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+def _numbered(
+    kind: str, groups: Mapping[str, Any], missing: Sequence[str] | None
+) -> tuple[dict[str, Tensor], list[str]]:
     """Replace groups or subjects by numbers.
 
     Args:
         kind: ``"groups"`` or ``"subjects"``.
         groups: Groups of training samples, and of test samples, by name.
+        missing: Words for missing values. None: the built-in words.
 
     Returns:
         The numbers by name, and the name of each number.
@@ -464,7 +477,7 @@ def _numbered(kind: str, groups: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
         return {}, []
     parts = [np.asarray(x) for x in groups.values()]
     names, numbers = np.unique(np.concatenate(parts), return_inverse=True)
-    if (word := missing_word(names)) is not None:
+    if (word := missing_word(names, missing)) is not None:
         raise ConfigurationError(f"data.{kind}: one {kind[:-1]} is {word or 'empty'}, {MISSING}")
     split = torch.split(torch.from_numpy(numbers).long(), [len(part) for part in parts])
     return dict(zip(groups, split, strict=True)), [*map(str, names)]

@@ -73,6 +73,7 @@ class Preprocessing:
         std: Standard deviation of the training samples; 1 for constant features.
         dtype: Type of the inputs, such as ``"float32"``. Raw features may have another type.
         decimal: Decimal mark of the training table. None: it is unknown.
+        missing: Words for missing values in tables. None: the built-in words.
     """
 
     columns: list[str] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Preprocessing:
     std: Any = None
     dtype: str = "float32"
     decimal: str | None = None
+    missing: list[str] | None = None
 
     def fit(self, train: Tensor, standardize: bool) -> None:
         """Fit all values on the raw features of the training samples, ``[n, ...]``.
