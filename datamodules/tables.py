@@ -14,16 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.client_data.preprocessing import Preprocessing
+from fl_lightning.datamodules.column_hints import subject_hint
 from fl_lightning.errors import ConfigurationError
 
 Columns = Sequence[str] | Mapping[str, Sequence[str]] | None
 """Names of feature columns, or ``{"except": names}``."""
 
 MISSING = "which stands for a missing value; fill in a value, leave the sample out, or write another word if it is a name"
-_FEWEST = 10  # different ids of a column of ids; "case" with "yes" and "no" is none
-_ID = re.compile(
-    r"(?i)(^|[\W_])(patient|subject|participant|person|case|study|mrn|pid|id)s?($|[\W_])"
-)  # names of ids
 _UNKNOWN = ("", "na", "n/a", "<na>", "#n/a", "nan", "null", "?")
 """Words for missing values, in lower case."""
 _MAYBE = ("none", "-", ".")
@@ -39,6 +36,7 @@ def read_table(
     columns: Columns,
     decimal: str | None = None,
     missing: Sequence[str] | None = None,
+    frame: Any = None,
 ) -> dict[str, Any]:
     """Read samples from the columns of a table. Spaces around names and values are removed.
 
@@ -50,6 +48,7 @@ def read_table(
             groups nor subjects. ``{"except": names}``: all of these columns but the named ones.
         decimal: See :func:`read_frame`.
         missing: See :func:`read_frame`.
+        frame: See :func:`read_frame`.
 
     Returns:
         ``features`` and ``targets`` (``pandas.DataFrame`` of text, see :func:`read_frame`), and
@@ -58,7 +57,7 @@ def read_table(
     Raises:
         ConfigurationError: The file cannot be read, or a column or value is missing.
     """
-    table = read_frame(path, decimal, missing)
+    table = read_frame(path, decimal, missing, frame)
     header = [*table.columns]
     names = [targets] if isinstance(targets, str) else [*(targets or ())]
     given = {setting: name for setting, name in named.items() if name is not None}
@@ -82,9 +81,6 @@ def read_table(
         raise ConfigurationError(
             f"data.columns: {shared[0]} is the target, data.targets; leave it out of the features"
         )
-    if not used:
-        shown = {"except": excepted} if excepted else columns
-        raise ConfigurationError(f"data.columns: {shown} leaves no feature; name some of {', '.join(header)}")
     wanted_columns = ("columns", [*used, *excepted])
     for setting, wanted in (("targets", names), *((x, [y]) for x, y in given.items()), wanted_columns):
         for name in wanted:
@@ -93,21 +89,15 @@ def read_table(
                 raise ConfigurationError(
                     f"data.{setting}: {name} {what} of {path}; it has {', '.join(header)}"
                 )
+    if not used:
+        shown = {"except": excepted} if excepted else columns
+        raise ConfigurationError(f"data.columns: {shown} leaves no feature; name some of {', '.join(header)}")
     read: dict[str, Any] = {"features": table[used]}
     if names:
         read["targets"] = table[names]
     read |= {setting: _names(path, setting, table[name]) for setting, name in given.items()}
-    read["features"].attrs["subject hint"] = ""
-    if "subjects" not in given:
-        ids = [name for name in header if name not in (*names, *given.values()) and _ID.search(name)]
-        counts = {name: table[name].nunique() for name in ids}
-        repeated = [name for name, count in counts.items() if _FEWEST <= count <= len(table) / 1.5]
-        if repeated:
-            name = repeated[0]
-            read["features"].attrs["subject hint"] = (
-                f"{len(table):,} rows, {counts[name]:,} values of {name}: are rows of one {name} to stay together? "
-                f"then set data.subjects: {name}"
-            )
+    hint = "" if "subjects" in given else subject_hint(table, [x for x in header if x not in others])
+    read["features"].attrs["subject hint"] = hint
     return read
 
 
@@ -140,7 +130,9 @@ def _form(word: str) -> str:
     return _category(normalize("NFC", word.strip())).lower()
 
 
-def read_frame(path: Path, decimal: str | None = None, missing: Sequence[str] | None = None) -> Any:
+def read_frame(
+    path: Path, decimal: str | None = None, missing: Sequence[str] | None = None, frame: Any = None
+) -> Any:
     """Return a table as a ``pandas.DataFrame`` of text. Its index are lines (CSV) or rows (parquet).
 
     The separator of a CSV file is a comma, semicolon, tab or vertical bar. If it is a semicolon, a
@@ -156,27 +148,34 @@ def read_frame(path: Path, decimal: str | None = None, missing: Sequence[str] | 
         path: A ``.csv`` or ``.parquet`` file.
         decimal: Decimal mark of the training file. None: it is unknown.
         missing: Words for missing values in addition to the empty word. None: the built-in words.
+        frame: A ``pandas.DataFrame``, read as its parquet file would be. ``path`` is then its name in
+            messages. None: the file is read.
     """
     import pandas as pd  # only tables need pandas
 
     text, categorical = set[str](), set[str]()
     try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
+        if path.suffix == ".csv":
+            table, decimal = _read_csv(path, decimal)
+        else:
+            typed = frame
+            if frame is None:
+                from pyarrow import parquet
 
-            # objects: float64, which pandas takes for integers beside gaps, would round large ones
-            file = parquet.read_table(path)
-            typed = file.to_pandas(integer_object_nulls=True).reset_index(drop=True)
+                # objects: float64, which pandas takes for integers beside gaps, would round large ones
+                file = parquet.read_table(path)
+                typed = file.to_pandas(integer_object_nulls=True)
+                # categories of numbers are read as numbers, but pandas records their type
+                records = (file.schema.pandas_metadata or {}).get("columns", ())
+                categorical = {
+                    str(x["name"]).strip() for x in records if x["pandas_type"] == "categorical"
+                }
+            typed = typed.reset_index(drop=True)
             typed.columns = typed.columns.map(str).str.strip()
             text = {x for x in typed if pd.api.types.infer_dtype(typed[x]) == "string"}
-            # categories of numbers are read as numbers, but pandas records their type
-            records = (file.schema.pandas_metadata or {}).get("columns", ())
-            categorical = {str(x["name"]).strip() for x in records if x["pandas_type"] == "categorical"}
             categorical |= {x for x in typed if typed[x].dtype == "category"}
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
-        else:
-            table, decimal = _read_csv(path, decimal)
     except ImportError as error:
         raise ConfigurationError(
             f"data.features: {path} needs the package pyarrow; pip install pyarrow"
@@ -277,7 +276,7 @@ def _read_csv(path: Path, decimal: str | None) -> tuple[Any, str | None]:
 
 
 def _place(path: Path, values: Any, rows: Any) -> str:
-    return f"{'row' if path.suffix == '.parquet' else 'line'} {values.index[rows][0]} of {path}"
+    return f"{'line' if path.suffix == '.csv' else 'row'} {values.index[rows][0]} of {path}"
 
 
 def _floats(values: Any) -> NDArray[np.float64]:

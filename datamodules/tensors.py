@@ -13,6 +13,7 @@ from torch import Tensor
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.client_data.preprocessing import Preprocessing
+from fl_lightning.datamodules.column_hints import feature_hints, label_hint
 from fl_lightning.datamodules.folds import check_fold, folds_of_samples
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
@@ -29,7 +30,7 @@ from fl_lightning.datamodules.tables import (
     read_table,
     read_targets,
 )
-from fl_lightning.errors import ConfigurationError, counted
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
 from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
@@ -62,7 +63,8 @@ class TensorData(InMemorySamples):
     - If targets have more dimensions, all samples are of one class.
 
     Args:
-        features: Tensor or array ``[N, ...]``, or the path of a file. A ``.npz`` or ``.pt`` file
+        features: Tensor or array ``[N, ...]``, a ``pandas.DataFrame``, or the path of a file. A
+            DataFrame is read as its parquet file would be, without its index. A ``.npz`` or ``.pt`` file
             holds ``features`` and ``targets``; ``groups``, ``subjects``, ``test_features``,
             ``test_targets``, ``test_groups`` and ``test_subjects`` are optional. A ``.csv`` file has a
             header. A ``.parquet`` file needs the package pyarrow. Float64 is scaled in float64, and
@@ -141,21 +143,28 @@ class TensorData(InMemorySamples):
         parts = features, targets, groups, subjects, test_features, test_targets, test_groups, test_subjects
         given = dict(zip(_PARTS, parts, strict=True))
         words = None if missing is None else [*map(str, missing)]
+        path = Path("DataFrame")
         if isinstance(features, str | Path):
-            given = _read(user_path("data.features", str(features)), given, columns, missing=words)
+            path = user_path("data.features", str(features))
+        if isinstance(features, str | Path) or _is_frame(features):
+            given = _read(path, given, columns, missing=words)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
         self._unit, places = "index", None
-        if isinstance(features, str | Path) and hasattr(given["features"], "columns"):
-            path, table = Path(features), given["features"]
+        if _is_frame(table := given["features"]):
             if hint := table.attrs["subject hint"]:
                 self.notes.append(hint)
             categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
             self.preprocessing = Preprocessing([*table], categories, impute, decimal=decimal, missing=words)
-            self._unit, places = _UNITS[path.suffix], torch.tensor(table.index)
+            self._unit, places = _UNITS.get(path.suffix, "row"), torch.tensor(table.index)
             given["features"] = raw_features(self.preprocessing, table, path)
+            chosen = {*categorical, *table.attrs["categorical"]}
+            self.notes += feature_hints(path, table, given["features"], categories, chosen)
             if given["targets"] is not None:
                 self.targets = find_classes(path, given["targets"])
-                given["targets"] = read_targets(path, given["targets"], self.targets)
+                texts, given["targets"] = given["targets"], read_targets(path, given["targets"], self.targets)
+                numbered = _has_classes(torch.from_numpy(given["targets"]))
+                counts = {x: texts[x].value_counts() for x, y in self.targets.items() if y or numbered}
+                self.notes += filter(None, (label_hint(x, "class", y.to_dict()) for x, y in counts.items()))
         elif categorical or words is not None:
             setting, what = ("categorical", "columns") if categorical else ("missing", "words")
             raise ConfigurationError(
@@ -285,10 +294,7 @@ class TensorData(InMemorySamples):
         targets = torch.cat([parts["targets"], parts["test_targets"]])
         trained = dealt.clients[: len(dealt.clients) - self._num_held_out]
         self.preprocessing.fit(features[torch.unique(torch.cat(trained))], self.standardize)
-        if categories := self.preprocessing.categories:
-            sizes = {name: len(names) - names.count(None) for name, names in categories.items()}
-            self.notes.append(f"one-hot columns and their numbers of categories: {counted(sizes)}")
-        self.notes += self.preprocessing.describe(features)
+        self.notes += self.preprocessing.listed(features) + self.preprocessing.describe(features)
         self._give(Samples(self.preprocessing.inputs(features), targets))
 
     def _split(self) -> dict[str, Tensor]:
@@ -378,6 +384,11 @@ class ScikitLearn(TensorData):
             self.class_names = [str(name) for name in loaded.target_names]
 
 
+def _is_frame(given: Any) -> bool:
+    """Return whether a value is a ``pandas.DataFrame``, without an import of pandas."""
+    return hasattr(given, "iterrows")
+
+
 def _read(
     path: Path,
     given: Mapping[str, Any],
@@ -386,15 +397,16 @@ def _read(
     decimal: str | None = None,
     missing: Sequence[str] | None = None,
 ) -> dict[str, Any]:
+    frame = given["features"] if _is_frame(given["features"]) else None
     kinds = ".csv, .parquet, .npz or .pt"
-    if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
+    if frame is None and path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
         raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
-    if not path.is_file():
+    if frame is None and not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
-    if path.suffix in (".csv", ".parquet"):
+    if frame is not None or path.suffix in (".csv", ".parquet"):
         targets = given["targets"] if labelled else None
         names = {name: given[name] for name in _NAMES}
-        return {**given, **read_table(path, targets, names, columns, decimal, missing)}
+        return {**given, **read_table(path, targets, names, columns, decimal, missing, frame)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)

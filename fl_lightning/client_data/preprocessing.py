@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigurationError, counted
 
+_LISTED = 20  # features of a table that are listed
+
 
 class Normalize(nn.Module):
     """Normalisation of raw inputs, ``(inputs / scale - mean) / std``, in the precision of ``mean``.
@@ -153,6 +155,20 @@ class Preprocessing:
         if self.fill is None:
             return features
         return torch.where(features.isnan(), features.new_tensor(self.fill), features)
+
+    def listed(self, features: Tensor) -> list[str]:
+        """Return a sentence about a table's raw features: the kind, the range and the gaps of each."""
+        words = []
+        for column, name in enumerate(self.columns[:_LISTED]):
+            values = features[:, column]
+            given = values[~values.isnan()]
+            ends = [f"{x:.{15 if x == round(x) else 4}g}" for x in (float(given.min()), float(given.max()))]
+            names = self.categories.get(name, [])
+            kind = f"{len(names) - names.count(None)} categories" if names else f"numbers {' to '.join(ends)}"
+            gaps = len(values) - len(given)
+            words.append(f"{name}: {kind}" + f", {gaps:,} missing" * bool(gaps))
+        more = f"; and {len(self.columns) - _LISTED} more" * (len(self.columns) > _LISTED)
+        return [f"features: {'; '.join(words)}{more}"] if words else []
 
     def describe(self, features: Tensor) -> list[str]:
         """Return sentences about values of a table's raw features that were not given or not known."""

@@ -209,9 +209,14 @@ def test_a_category_of_the_test_samples_alone_is_always_zero():
 
 def test_a_run_names_classes_categories_and_missing_values():
     write(patients(), "comma", path := Path("table.csv"))
-    assert made(path).notes == [
+    hint, *notes = made(path).notes
+    assert hint.startswith("stage: 1 of 4 labels have one sample, such as the category 'IV'; correct a")
+    age, dose = (
+        f"numbers {x.min():.4g} to {x.max():.4g}, 15 missing" for x in (patients().age, patients().dose)
+    )
+    assert notes == [
         "classes of outcome: no, yes",
-        "one-hot columns and their numbers of categories: stage: 4, grade: 3",
+        f"features: age: {age}; dose: {dose}; stage: 4 categories, 15 missing; grade: 3 categories",
         "missing values, replaced by median of the training samples: age: 15, dose: 15 of 120 samples",
         "missing values, replaced by the most frequent category of the training samples: stage: 15 of 120 samples",
     ]
@@ -260,4 +265,21 @@ def test_none_is_a_word_in_a_column_of_words():
     assert preprocessing.describe(raw) == [
         "missing values, replaced by the most frequent category of the training samples: pain: 1, grade: 1 of 3 samples",
         "values that are no category of the training samples: pain: 1, grade: 1 of 3 samples",
+    ]
+
+
+def test_of_hundreds_of_features_twenty_are_listed():
+    features = torch.arange(500.0).reshape(2, 250)
+    (note,) = Preprocessing([f"g{i}" for i in range(250)]).listed(features)
+    assert note.startswith("features: g0: numbers 0 to 250; g1: numbers 1 to 251;")
+    assert note.endswith("; g19: numbers 19 to 269; and 230 more")
+    assert Preprocessing().listed(features) == Preprocessing().listed(features[0]) == []
+
+
+def test_features_are_listed_with_large_and_small_numbers_and_categories_of_training_samples():
+    preprocessing = Preprocessing(["time", "x", "stage"], {"stage": ["I", None, "II"]})
+    rows = [[1_700_000_000, 0.123456, 0], [1_700_000_790, float("nan"), 1]]
+    features = torch.tensor(rows, dtype=torch.float64)
+    assert preprocessing.listed(features) == [
+        "features: time: numbers 1700000000 to 1700000790; x: numbers 0.1235 to 0.1235, 1 missing; stage: 2 categories"
     ]

@@ -3,13 +3,16 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from fl_lightning import ConfigurationError
 from fl_lightning.__main__ import main
 from fl_lightning.datamodules import TensorData
 from tests.support.command_line import message_of, write_config
+from tests.support.helpers import federated_run
 
 
 def table(rows=60, **columns):
@@ -150,6 +153,84 @@ def test_predict_and_test_read_the_missing_words_of_the_run():
 def test_missing_words_of_arrays_are_refused(missing, words):
     with pytest.raises(ConfigurationError, match=rf"^data.missing: {words} of a table; give a .csv or"):
         TensorData([[1.0]] * 9, [0] * 9, missing=missing)
+
+
+# DataFrames
+
+
+def frame():
+    """A table of every kind of column, with gaps."""
+    draw, rows = np.random.default_rng(0), 60
+    table = pd.DataFrame(
+        {
+            "time": 1_700_000_000 + 10 * np.arange(rows),
+            "dose": draw.exponential(2, rows),
+            "half": draw.normal(size=rows).astype(np.float32),
+            "grade": pd.Categorical(np.resize([3, 1, 2], rows)),
+            "zip": np.resize(["02139", "10001", "94105"], rows),
+            "code": np.resize(["10001", "60601"], rows),
+            "flag": np.resize([True, False, False], rows),
+            "visits": pd.array(draw.integers(0, 9, rows), dtype="Int64"),
+            "site": np.resize([" Köln", "Bonn"], rows),
+            "outcome": np.resize(["no", "yes", "yes"], rows),
+        }
+    )
+    for row, name in enumerate(("dose", "grade", "code", "visits")):
+        table.loc[row + 3, name] = None
+    return table
+
+
+def test_a_data_frame_is_read_as_its_parquet_file():
+    table = frame().set_axis(np.arange(60) * 2 + 7)
+    before = table.copy()
+    table.reset_index(drop=True).to_parquet("table.parquet")
+    settings = {"groups": "site", "batch_size": 4, "impute": "median", "standardize": True}
+    data, of_file = (TensorData(x, "outcome", **settings) for x in (table, "table.parquet"))
+    assert [*data.preprocessing.categories] == ["grade", "zip", "code", "flag"]
+    assert data.preprocessing.categories["grade"] == ["1", "2", "3"]
+    assert data._data["features"].dtype == torch.float64
+    for one in (data, of_file):
+        one.setup("fit")
+    assert data.preprocessing == of_file.preprocessing
+    assert data.notes == of_file.notes
+    assert data.fingerprint() == of_file.fingerprint()
+    assert data.client_names == of_file.client_names == ["Bonn", "Köln"]
+    assert torch.equal(data.samples.inputs, of_file.samples.inputs)
+    pd.testing.assert_frame_equal(table, before)
+    before.to_csv("new.csv", index=False)
+    new = read(data, Path("new.csv")).inputs(slice(None))
+    assert torch.allclose(
+        new, data._data["features"], rtol=1e-7, equal_nan=True
+    )  # a CSV rounds half to 32 bits
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "words"),
+    [
+        ({}, {"targets": "outcom"}, r"data.targets: outcom is no column of DataFrame; it has time, dose"),
+        ({}, {"columns": ["dose"]}, r"data.columns: row 4 of DataFrame has no value for dose; set data.impute"),
+        ({"dose": 1e39}, {"columns": ["dose"]}, r"data.columns: row 1 of DataFrame has 1e\+39 for dose, which is not"),
+        ({"site": None}, {"groups": "site"}, r"data.groups: row 1 of DataFrame has no site; fill in a value"),
+        ({"outcome": None}, {}, r"data.targets: row 1 of DataFrame has no outcome; fill in"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_data_frame_names_its_row(change, settings, words):
+    settings = {"targets": "outcome", "columns": {"except": ["dose", "grade", "code", "visits"]}, **settings}
+    with pytest.raises(ConfigurationError, match=f"^{words}"):
+        TensorData(frame().assign(**change), **settings)
+
+
+def test_a_data_frame_trains_and_takes_missing_words_and_columns():
+    table = frame().assign(dose=-999).astype({"dose": float})
+    table.loc[:40, "dose"] = np.arange(41.0)
+    settings = {"groups": "site", "batch_size": 4, "impute": "mean", "standardize": True, "missing": [-999]}
+    data = TensorData(table, "outcome", columns={"except": ["time"]}, **settings)
+    assert int(data._data["features"][:, 0].isnan().sum()) == 19
+    module = federated_run(data=data, model=torch.nn.Linear(data.in_features, 2), rounds=1).module
+    assert module.record.samples > 0
+
+
+# the command line
 
 
 def test_the_command_line_takes_both_settings(capsys):
