@@ -172,8 +172,8 @@ def read_frame(
                 }
             typed = typed.reset_index(drop=True)
             typed.columns = typed.columns.map(str).str.strip()
-            text = {x for x in typed if pd.api.types.infer_dtype(typed[x]) == "string"}
-            categorical |= {x for x in typed if typed[x].dtype == "category"}
+            text = {x for x, column in typed.items() if pd.api.types.infer_dtype(column) == "string"}
+            categorical |= {x for x, kind in typed.dtypes.items() if kind == "category"}
             table = typed.astype(object).where(typed.notna(), "").map(str)
             table.index += 1
     except ImportError as error:
@@ -336,7 +336,7 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
             if words.is_unique:
                 raise ConfigurationError(
                     f"data.columns: {name} has another word in each of {len(words)} samples, as a name has; leave the column "
-                    "out of data.columns"
+                    f"out by data.columns: {{except: [{name}]}}, or write numbers without a unit"
                 )
         categories[name] = [*sorted({*map(_category, words)})]
     return categories

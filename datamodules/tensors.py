@@ -144,9 +144,11 @@ class TensorData(InMemorySamples):
         given = dict(zip(_PARTS, parts, strict=True))
         words = None if missing is None else [*map(str, missing)]
         path = Path("DataFrame")
-        if isinstance(features, str | Path):
+        if _is_frame(features):
+            of_names = {name: given[name] for name in _NAMES}
+            given |= read_table(path, targets, of_names, columns, missing=words, frame=features)
+        elif isinstance(features, str | Path):
             path = user_path("data.features", str(features))
-        if isinstance(features, str | Path) or _is_frame(features):
             given = _read(path, given, columns, missing=words)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
         self._unit, places = "index", None
@@ -397,16 +399,15 @@ def _read(
     decimal: str | None = None,
     missing: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    frame = given["features"] if _is_frame(given["features"]) else None
     kinds = ".csv, .parquet, .npz or .pt"
-    if frame is None and path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
+    if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
         raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
-    if frame is None and not path.is_file():
+    if not path.is_file():
         raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
-    if frame is not None or path.suffix in (".csv", ".parquet"):
+    if path.suffix in (".csv", ".parquet"):
         targets = given["targets"] if labelled else None
         names = {name: given[name] for name in _NAMES}
-        return {**given, **read_table(path, targets, names, columns, decimal, missing, frame)}
+        return {**given, **read_table(path, targets, names, columns, decimal, missing)}
     try:
         content: Any = (
             dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)

@@ -220,6 +220,22 @@ def test_a_mistake_in_a_data_frame_names_its_row(change, settings, words):
         TensorData(frame().assign(**change), **settings)
 
 
+def test_a_data_frame_without_rows_or_with_two_columns_of_a_name_is_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"^data.features: DataFrame has a header, but no samples; add"
+    ):
+        TensorData(frame()[:0], "outcome")
+    twice = frame()[["time", "time", "outcome"]]
+    with pytest.raises(
+        ConfigurationError, match=r"^data.columns: time is more than one column of DataFrame; it"
+    ):
+        TensorData(twice, "outcome")
+    assert TensorData(twice.set_axis([0, 1, "outcome"], axis=1), "outcome").preprocessing.columns == [
+        "0",
+        "1",
+    ]
+
+
 def test_a_data_frame_trains_and_takes_missing_words_and_columns():
     table = frame().assign(dose=-999).astype({"dose": float})
     table.loc[:40, "dose"] = np.arange(41.0)
