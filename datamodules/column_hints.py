@@ -72,12 +72,12 @@ def feature_hints(
 
 def _number_hint(name: str, words: Any, numbers: NDArray[np.float64]) -> str:
     values, counts = np.unique(numbers, return_counts=True)
-    integers = words.str.fullmatch(r"[-+]?\d+").all()
+    integers = (values == np.rint(values)).all() and words.str.fullmatch(r"[-+]?\d+").all()
     if len(values) == len(numbers) >= _FEWEST and integers:
-        sorts = len({*np.sign(np.diff(numbers))}) == 1
+        ordered = len({*np.sign(np.diff(numbers))}) == 1
         dense = len(values) ** 2 > 2 * _PAIRS * (values[-1] - values[0] + 1)
         code = words.str.len().nunique() == 1 and len(words.iloc[0]) >= _CODE
-        if sorts or dense or code or _ID.search(name):
+        if ordered or dense or code or _ID.search(name):
             return (
                 f"{name} differs in each of {len(numbers):,} samples, as row numbers, ids and times do; leave it out by "
                 f"data.columns: {{except: [{name}]}}"

@@ -167,9 +167,7 @@ def read_frame(
                 typed = file.to_pandas(integer_object_nulls=True)
                 # categories of numbers are read as numbers, but pandas records their type
                 records = (file.schema.pandas_metadata or {}).get("columns", ())
-                categorical = {
-                    str(x["name"]).strip() for x in records if x["pandas_type"] == "categorical"
-                }
+                categorical = {str(x["name"]).strip() for x in records if x["pandas_type"] == "categorical"}
             typed = typed.reset_index(drop=True)
             typed.columns = typed.columns.map(str).str.strip()
             text = {x for x, column in typed.items() if pd.api.types.infer_dtype(column) == "string"}
