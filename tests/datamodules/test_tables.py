@@ -101,6 +101,12 @@ def test_listed_words_are_missing_and_numbers_are_compared_by_value():
         made(missing=["-999"], impute="median")
 
 
+def test_two_forms_of_a_letter_are_one_missing_word():
+    table(stage=lambda i: "fehlt für p" if i == 3 else ["I", "II"][i % 2])
+    data = made(missing=["fehlt fu\u0308r P "], impute="median")
+    assert data.preprocessing.categories == {"stage": ["I", "II"]}
+
+
 def test_a_value_that_is_missing_need_not_be_finite():
     table(age=lambda i: "1e39" if i == 7 else i)
     assert int(made(missing=["1e39"], impute="mean")._data["features"].isnan().sum()) == 1
