@@ -306,7 +306,7 @@ class TensorData(InMemorySamples):
             return data | {"test_places": torch.arange(len(data["test_targets"]))}
         strata, draws = _strata(data["targets"]), generator(0, "tensor test split")
         if self.folds is not None:
-            return _divided(data, self._fold(strata))
+            return _divided(data, self._fold(strata, data))
         size, unit = len(strata), "samples"
         if "subjects" in data:
             size, unit = len(self._subject_names), "subjects"
@@ -328,16 +328,16 @@ class TensorData(InMemorySamples):
             columns["subject"] = [self._subjects.names[x] for x in self._subjects.of[samples].tolist()]
         return columns
 
-    def _fold(self, strata: Tensor) -> Tensor:
-        """Return which samples are the test samples of the fold."""
+    def _fold(self, strata: Tensor, data: dict[str, Tensor]) -> Tensor:
+        """Return which samples are the test samples of the fold. Add the groups of a file of clients."""
         if isinstance(self.partition, FromFile):
-            self._data["groups"] = self.partition.client_of_each(strata)
-            self._group_names = [*map(str, range(int(self._data["groups"].max()) + 1))]
+            data["groups"] = self.partition.client_of_each(strata)
+            self._group_names = [*map(str, range(int(data["groups"].max()) + 1))]
             self.notes.append(f"folds of the clients in {self.partition.path}")
             self.partition = Natural()
         assert self.folds is not None
         fold_of, note = folds_of_samples(
-            strata, self._data["groups"], self._group_names, self._data.get("subjects"), self.folds
+            strata, data["groups"], self._group_names, data.get("subjects"), self.folds
         )
         self.notes += [
             f"test data: fold {self.fold} of {self.folds}, 0 to {self.folds - 1}",
@@ -346,7 +346,7 @@ class TensorData(InMemorySamples):
         if not (fold_of == self.fold).any():
             raise ConfigurationError(
                 f"data.fold={self.fold} of {self.folds} has no test sample, as no client has more than {int(fold_of.max()) + 1 or 1} "
-                f"{'subjects' if 'subjects' in self._data else 'samples'}; use fewer folds"
+                f"{'subjects' if 'subjects' in data else 'samples'}; use fewer folds"
             )
         return fold_of == self.fold
 
