@@ -27,6 +27,7 @@ from fl_lightning.datamodules.tables import (
     find_classes,
     missing_word,
     raw_features,
+    read_frame,
     read_table,
     read_targets,
 )
@@ -151,7 +152,7 @@ class TensorData(InMemorySamples):
             path = user_path("data.features", str(features))
             given = _read(path, given, columns, missing=words)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
-        self._unit, places = "index", None
+        self._unit, places, self._group_column = "index", None, groups if isinstance(groups, str) else None
         if _is_frame(table := given["features"]):
             if hint := table.attrs["subject hint"]:
                 self.notes.append(hint)
@@ -236,7 +237,13 @@ class TensorData(InMemorySamples):
         """Return what a trained model needs of its data, with the fitted preprocessing."""
         targets = self._data["targets"]
         kind = {"target_dtype": _rounded(targets.dtype), "target_shape": [*targets.shape[1:]]}
-        return {**super().facts(), "normalize": vars(self.preprocessing), "targets": self.targets, **kind}
+        return {
+            **super().facts(),
+            "normalize": vars(self.preprocessing),
+            "targets": self.targets,
+            "groups": self._group_column,
+            **kind,
+        }
 
     @classmethod
     def new_samples(cls, path: Path, known: Any, labelled: bool) -> NewSamples:
@@ -271,8 +278,19 @@ class TensorData(InMemorySamples):
                 raise ConfigurationError(
                     f"{path}: the target {unknown} is no class of the run; its classes are 0 to {known.num_classes - 1}"
                 )
+        clients, column = None, known.groups
+        if places and column is not None and column in (table := read_frame(path, preprocessing.decimal)):
+            clients = table[column].to_list()
         notes = preprocessing.describe(features)
-        return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes)
+        return NewSamples(unit, places or range(len(features)), features.__getitem__, targets, notes, clients)
+
+    def is_training_sample(self, samples: NewSamples) -> list[bool]:
+        """Return whether each sample of a file equals a training sample in all features and its target."""
+        parts, trained = self._split(), torch.unique(torch.cat(self.distribution.clients))
+        known = {*_rows(parts["features"][trained], parts["targets"][trained])}
+        assert samples.targets is not None
+        features = samples.inputs(slice(None)).to(parts["features"].dtype)
+        return [row in known for row in _rows(features, samples.targets)]
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -455,6 +473,11 @@ def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None)
             "data.impute for features that are NaN"
         )
     return tensor if is_features else converted
+
+
+def _rows(features: Tensor, targets: Tensor) -> list[bytes]:
+    """Return each sample's features and target as bytes."""
+    return [x.numpy().tobytes() + y.numpy().tobytes() for x, y in zip(features, targets, strict=True)]
 
 
 def _rounded(kind: torch.dtype) -> str:

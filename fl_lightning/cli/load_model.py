@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -76,7 +77,11 @@ class RestoredRun:
     own_data: Any = None
 
     def __init__(
-        self, run: str | os.PathLike[str], checkpoint: str, client: str | None, own_data: bool = False
+        self,
+        run: str | os.PathLike[str],
+        checkpoint: str,
+        client: str | None,
+        own_data: bool = False,
     ) -> None:
         self.kept = KeptBatches()
         runs = [config.parent for config in user_path("run", run).glob("*/config.yaml")]
@@ -94,21 +99,35 @@ class RestoredRun:
             )
         kind, arguments = full_name(_RecalledData), {"checkpoint": str(self.path)}
         self.data: _RecalledData = self._restore({"class_path": kind, "init_args": arguments})
-        number = None if client is None else self.data.client_number(client)
+        if client is not None:
+            self.data.client_number(client)
         if client is not None and self.personal is None:
             raise ConfigurationError(
                 f"client: {client}, but all clients of {self.run.path} use the server's model; leave client out"
             )
-        fine_tunes = client is not None and not isinstance(self.personal, LocalState)
-        if own_data or fine_tunes:
+        if own_data:
             self.own_data = self._restore(self.run.config["data"])
-        if number is None or self.personal is None:
-            return
-        if fine_tunes:  # the client's model is trained on the client's data
+        if client is not None:
+            states = self.client_states([client])  # which may make the module anew
+            self.module.model.load_state_dict(states[client])
+
+    def client_states(self, clients: Iterable[str]) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return all weights of the models of some clients, by name.
+
+        Raises:
+            ConfigurationError: There is no such client, or a client has never trained.
+        """
+        if not isinstance(self.personal, LocalState):  # a client's model is trained on its data
+            self.own_data = self._restore(self.run.config["data"])
             self.own_data.setup("fit")
         # configure_optimizers, which decides the layout, may use the trainer
         self.module.client.attach(max(int(self.run.config["trainer"]["max_epochs"]), 1))
+        return {client: self._client_state(client) for client in clients}
+
+    def _client_state(self, client: str) -> Mapping[str, torch.Tensor]:
+        assert self.personal is not None
         of_server = self.module.model.state_dict()
+        number = self.data.client_number(client)
         own_state = self.personal.state_of_client(self.module, number)
         absent = isinstance(self.personal, LocalState) and number not in self.personal.memory
         if absent and any(not torch.equal(x, of_server[name].cpu()) for name, x in own_state.items()):
@@ -116,22 +135,38 @@ class RestoredRun:
                 f"client: {client} has trained in no round up to {self.data.round}, so its own state is that before training, which does not "
                 "fit the server's weights; leave client out to use the server's model"
             )
-        self.module.model.load_state_dict(own_state, strict=False)
+        return {**of_server, **own_state}
 
-    def _restore(self, data: Any) -> Any:
-        """Make the run's objects with these data, load the checkpoint, and return the data module."""
+    def run_data(self) -> Any:
+        """Return the run's data module, set up to train.
+
+        Raises:
+            ConfigurationError: The data cannot be read.
+        """
+        with isolate_rng():
+            data = self._built(self.run.config["data"]).datamodule
+            data.setup("fit")
+        return data
+
+    def _built(self, data: Any) -> Any:
+        """Make the run's objects with these data."""
         kept = {x: self.run.config["trainer"][x] for x in _KEPT if x in self.run.config["trainer"]}
-        with TemporaryDirectory() as folder, isolate_rng():
+        with TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             changes = {"data": data, "trainer": kept, "threads": None}
             file.write_text(yaml.safe_dump({**self.run.config, **changes}))
             try:
-                cli = build(["--config", str(file)])
+                return build(["--config", str(file)])
             except ConfigurationError as error:
                 place = re.sub(
                     rf"\({re.escape(str(file))}, line \d+\)", f"({self.run.path / 'config.yaml'})", str(error)
                 )
                 raise ConfigurationError(place) from error
+
+    def _restore(self, data: Any) -> Any:
+        """Make the run's objects with these data, load the checkpoint, and return the data module."""
+        with isolate_rng():
+            cli = self._built(data)
             given = vars(cli.config_init.fit.trainer)
             methods = in_order(as_list(given["callbacks"]))
             device = "cpu" if on_cpu(given["accelerator"]) else "auto"

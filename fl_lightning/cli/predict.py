@@ -1,5 +1,6 @@
 """The commands ``predict RUN [FILE]``, ``test RUN FILE`` and ``export RUN``."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -12,7 +13,8 @@ from fl_lightning.cli.load_model import RestoredRun
 from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.options import CommandParser
 from fl_lightning.cli.print_errors import command
-from fl_lightning.errors import ConfigurationError
+from fl_lightning.client_data.new_samples import NewSamples
+from fl_lightning.errors import ConfigurationError, counted
 from fl_lightning.experiments.run_directory.predictions import write_predictions, write_rows
 from fl_lightning.files import atomic_write, unused, user_file, user_path
 
@@ -48,12 +50,12 @@ def main(args: Sequence[str]) -> None:
             parser.add_argument("--output", metavar="FILE", help="default: a file in the run directory")
         options = parser.parse_args(given)
         own_data = act == "predict" and options.file is None
+        each = act == "predict" and not own_data and options.client is None
         restored = RestoredRun(options.run, options.checkpoint, options.client, own_data)
         whose = "server" if options.client is None else options.client
         print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
-        if restored.personal is not None and options.client is None:
-            kind = type(restored.personal).__name__
-            print(f"with {kind}, each client uses a model of its own: choose it by --client NAME")
+        if options.client is None and not each:
+            _tell_of_clients(restored)
         words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
         words += "" if options.client is None else f"_{options.client.replace('/', '-')}"
         if act == "export":
@@ -63,26 +65,73 @@ def main(args: Sequence[str]) -> None:
             _predict_test_data(restored, options.output, restored.run.path / f"predictions_{words}")
         else:
             place = options.output if act == "predict" else None
-            _use_file(restored, user_path("file", options.file), words, act, place)
+            _use_file(restored, user_path("file", options.file), words, act, place, each)
 
 
-def _use_file(restored: RestoredRun, file: Path, words: str, act: str, output: str | None) -> None:
+def _use_file(
+    restored: RestoredRun, file: Path, words: str, act: str, output: str | None, each: bool
+) -> None:
     """Test the samples of a file, or write their predictions."""
     config = restored.run.config["data"]
     if act == "test":
         _refuse_trained(file, config.get("init_args", {}))
-    new_samples = imported(config["class_path"], "data").new_samples
-    samples = restored.data.samples = new_samples(file, restored.data, act == "test")
+    kind = imported(config["class_path"], "data")
+    samples = restored.data.samples = kind.new_samples(file, restored.data, act == "test")
     for note in samples.notes:
         print(note)
     if act == "test":
         print(f"{len(samples.places):,} samples of {file}", flush=True)
+        if hasattr(kind, "is_training_sample"):
+            _tell_trained(restored, file, samples)
         restored.trainer.test(restored.module, datamodule=restored.data)
         return
-    outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
+    columns: dict[str, Sequence[str]] = {}
+    if each and restored.personal is not None and samples.clients is not None:
+        outputs, columns["model"] = _of_each_client(restored, samples)
+    else:
+        if each:
+            _tell_of_clients(restored)
+        outputs = _predicted(restored)
     names = None if restored.module.client.predicts else restored.data.class_names
     place = restored.run.path / f"predictions_{file.stem}_{words}.csv" if output is None else output
-    print(write_rows(user_file("output", place), samples, _scores(restored, outputs), names))
+    print(write_rows(user_file("output", place), samples, outputs, names, columns))
+
+
+def _tell_of_clients(restored: RestoredRun) -> None:
+    if restored.personal is not None:
+        kind = type(restored.personal).__name__
+        print(f"with {kind}, each client uses a model of its own: choose it by --client NAME")
+
+
+def _predicted(restored: RestoredRun) -> list[Any]:
+    outputs: Any = restored.trainer.predict(restored.module, datamodule=restored.data)
+    return _scores(restored, outputs)
+
+
+def _of_each_client(restored: RestoredRun, samples: NewSamples) -> tuple[list[Any], list[str]]:
+    """Predict each sample by the model of its client. Return the outputs and the names of the models.
+
+    A client that the run does not have gets the server's model.
+    """
+    parts: dict[str, list[int]] = {}
+    for index, client in enumerate(samples.clients or ()):
+        parts.setdefault(client, []).append(index)
+    known = [client for client in parts if client in restored.data.client_names]
+    states = restored.client_states(known)
+    of_server = copy.deepcopy(restored.module.model.state_dict())
+    outputs: list[Any] = [None] * len(samples.places)
+    models = [client if client in states else "server" for client in samples.clients or ()]
+    for client, indices in parts.items():
+        restored.module.model.load_state_dict(states.get(client, of_server))
+        restored.data.samples = samples.some(indices)
+        rows = torch.cat(_predicted(restored))[:, None]
+        for index, row in zip(indices, rows, strict=True):
+            outputs[index] = row
+    without = {client or "empty": len(rows) for client, rows in parts.items() if client not in states}
+    print(f"each sample by the model of its client ({len(states)} clients)")
+    if without:
+        print(f"by the server's model, as the run has no model of these clients: {counted(without)}")
+    return outputs, models
 
 
 def _predict_test_data(restored: RestoredRun, output: str | None, default: Path) -> None:
@@ -103,6 +152,21 @@ def _predict_test_data(restored: RestoredRun, output: str | None, default: Path)
 
 def _scores(restored: RestoredRun, outputs: list[Any]) -> list[Any]:
     return outputs if restored.module.client.predicts else [*map(restored.module.task.scores, outputs)]
+
+
+def _tell_trained(restored: RestoredRun, file: Path, samples: NewSamples) -> None:
+    """Print how many samples of a file are training samples of the run. Refuse a file of such samples."""
+    try:
+        trained = sum(restored.run_data().is_training_sample(samples))
+    except ConfigurationError as error:
+        print(f"not compared with the run's training samples: {error}")
+        return
+    if trained == len(samples.places):
+        raise ConfigurationError(
+            f"test: all {trained:,} samples of {file} are training samples of the run; give others"
+        )
+    if trained:
+        print(f"{trained:,} of them equal a training sample of the run in all features and the target")
 
 
 def _refuse_trained(file: Path, settings: Mapping[str, Any]) -> None:

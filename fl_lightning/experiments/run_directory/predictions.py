@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -105,7 +106,11 @@ def write_predictions(
 
 
 def write_rows(
-    path: Path, samples: NewSamples, outputs: Sequence[Any], class_names: Sequence[str] | None
+    path: Path,
+    samples: NewSamples,
+    outputs: Sequence[Any],
+    class_names: Sequence[str] | None,
+    columns: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> str:
     """Write a line for each sample: place, target if known, class and probabilities, or values.
 
@@ -114,6 +119,7 @@ def write_rows(
         samples: The samples.
         outputs: Outputs of each batch, ``[b, ...]``.
         class_names: Names of the classes if the outputs are class scores; None: they are values.
+        columns: Further columns after the place.
 
     Returns:
         A message with the number of predictions and the path.
@@ -131,7 +137,7 @@ def write_rows(
                 f"predict: the model's scores for {samples.unit} {samples.places[row]} are not finite; correct its values, or use a "
                 "checkpoint of before the run diverged"
             )
-    table = _rows_frame({samples.unit: samples.places}, samples.targets, values, class_names)
+    table = _rows_frame({samples.unit: samples.places, **columns}, samples.targets, values, class_names)
     write_text(path := unused(path), table.to_csv(index=False, lineterminator="\n"))
     return f"{len(table):,} predictions written to {path}"
 
