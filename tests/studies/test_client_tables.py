@@ -14,6 +14,7 @@ from fl_lightning.experiments.studies.client_tables import (
     client_tables,
     write_client_tables,
 )
+from fl_lightning.experiments.studies.figures import pictures
 from tests.support.study_frames import study_frame
 
 GAP = "FedBN \N{MINUS SIGN} BN"
@@ -48,7 +49,7 @@ def written(folder, frames, metrics=METRICS, **more):
         runs = []
         for number, frame in enumerate(of_seeds):
             place = folder / f"{method}-{number}"
-            place.mkdir()
+            place.mkdir(parents=True)
             frame.to_csv(place / "test_predictions.csv", index=False)
             runs.append({"seed": number, "phase": "done", "why": "", "directory": str(place)})
         rows.append({"labels": {"method": method}, "values": {}, "runs": runs})
@@ -271,3 +272,16 @@ def test_files(tmp_path):
     assert [*table] == ["client (test samples)", "BN", "FedBN", GAP]
     assert table["client (test samples)"][0] == "Bergen (30)"
     assert [*table.loc[3]][1:] == ["", "", ""]  # Vadsø has one class
+
+
+def test_the_picture_has_a_point_for_each_client_and_method(tmp_path):
+    frames = {"BN": [predictions(0), predictions(1)], "FedBN": [predictions(2), predictions(3)]}
+    (picture,) = (x for x in pictures(written(tmp_path, frames, METRICS)) if x.name == "clients")
+    (axes,) = picture.draw().axes
+    (table, *_) = client_tables(written(tmp_path / "again", frames, METRICS))
+    assert [x.get_text() for x in axes.get_yticklabels()] == [*table.rows.values()]
+    assert [x.get_text() for x in axes.get_legend().get_texts()] == ["BN", "FedBN"]
+    points = [line for line in axes.lines if line.get_label() in frames]
+    for line in points:
+        values = [np.mean(x) for x in table.values[line.get_label()].values()]
+        np.testing.assert_allclose(line.get_xdata(), values)

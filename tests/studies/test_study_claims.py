@@ -242,3 +242,29 @@ OF_359 = np.arange(360, dtype=np.float32) / 359
 def test_two_equal_differences_are_one_pair_since_rounded_values_tie(differences):
     assert Comparison.of(differences).kind(0.05) == "one pair agrees"
     assert Comparison.of([0.2, 0.2001]).kind(0.05) == "holds"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "apart"),
+    [
+        (("test/own_accuracy", None), True),
+        ((None, "test/pooled_accuracy"), True),
+        (("test/own_accuracy", "test/client_accuracy"), False),
+        (("test/personal_accuracy", None), False),
+    ],
+)
+def test_a_claim_about_different_samples_is_not_tested(metrics, apart):
+    """The server's test data and the clients' own are different samples."""
+    rows = [
+        {
+            "labels": {"method": name},
+            "metric": metric,
+            "values": {"test/accuracy": dict.fromkeys(range(5), 0.5 + 0.1 * place)},
+            "runs": [{"seed": seed, "phase": "done", "why": "", "metric": metric} for seed in range(5)],
+        }
+        for place, (name, metric) in enumerate(zip(("A", "B"), metrics, strict=True))
+    ]
+    frame = study_frame(rows, {"method": ["A", "B"]}, {"test/accuracy": "accuracy"})
+    (claim,) = verdicts.with_verdicts(frame, ["B > A"]).claims
+    assert (claim.verdict == "undecided") == apart
+    assert ("measured on different samples" in claim.words) == apart

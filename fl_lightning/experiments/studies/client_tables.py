@@ -64,11 +64,16 @@ class ClientTable:
     units: str = "samples"
     remark: str = ""
 
+    @property
+    def rows(self) -> dict[str, str]:
+        """Text of each row's head: the client with its number of test samples, or a mean."""
+        rows = dict.fromkeys(row for values in self.values.values() for row in values)
+        return {row: f"{row} ({self.samples[row]})" if self.samples.get(row) else row for row in rows}
+
     def frame(self) -> pd.DataFrame:
         """Return the table as text. A value that the client's samples do not define is empty."""
-        rows = [*dict.fromkeys(row for values in self.values.values() for row in values)]
-        sizes = {row: f" ({self.samples[row]})" for row in rows if self.samples.get(row)}
-        table = pd.DataFrame({"client (test samples)": [row + sizes.get(row, "") for row in rows]})
+        rows = self.rows
+        table = pd.DataFrame({"client (test samples)": [*rows.values()]})
         for name, values in self.values.items():
             known = ([x for x in values.get(row, ()) if not isnan(x)] for row in rows)
             table[name] = [*map(mean_and_deviation, known)]

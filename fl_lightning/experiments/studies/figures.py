@@ -16,16 +16,17 @@ from matplotlib.figure import Figure
 from fl_lightning.clients.tasks import QUALITIES, best_is
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
 from fl_lightning.experiments.studies.axis_labels import is_number, labels_in_words, short, varied
+from fl_lightning.experiments.studies.client_tables import ClientTable, client_tables
 from fl_lightning.experiments.studies.figure_panels import BAND, PUBLISHED, Panels, look_of, range_in_words
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame
 from fl_lightning.experiments.studies.verdicts import paired_differences
 from fl_lightning.pictures.series import MetricRows, Series, draw_curve, scale_values, series, with_gaps
-from fl_lightning.pictures.style import SPLIT_LINES, literal, new_figure, paper_style
+from fl_lightning.pictures.style import SPLIT_LINES, legend_above, literal, new_figure, paper_style
 from fl_lightning.pictures.style import write_figure as write
 
 _BYTES = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "bytes"}
 _FORMS = ("png", "pdf")
-_NAME = re.compile(r"by_[\w-]+|heat_map|difference|curves|bytes")
+_NAME = re.compile(r"by_[\w-]+|heat_map|difference|clients|curves|bytes")
 """Names of all figures of studies."""
 
 
@@ -85,6 +86,8 @@ def pictures(results: StudyFrame) -> list[Picture]:
         drawable += _maps(results, "heat_map")
         if results.difference:
             drawable += _maps(paired_differences(results), "difference", signed=True)
+    for table in client_tables(results)[:1]:
+        drawable.append(Picture("clients", table.caption, partial(clients_figure, table)))
     files = {directory: Path(directory, "metrics.jsonl") for directory in results.cells["directory"]}
     logs = {directory: read_metrics(file) for directory, file in files.items() if file.is_file()}
     if (logged := _logged(results, logs)) is not None:
@@ -114,6 +117,31 @@ def _maps(results: StudyFrame, name: str, signed: bool = False) -> list[Picture]
     down = max((axis for axis in axes if axis != across), key=lambda axis: len(results.axes[axis]))
     words = f"{metric} by {short(down, results.axes)} and {short(across, results.axes)}: mean over {results.repeats}"
     return [Picture(name, words, partial(heat_figure, results, down, across, signed=signed))]
+
+
+@paper_style()
+def clients_figure(table: ClientTable) -> Figure:
+    """Draw each client's value under each method, and below them the means.
+
+    Args:
+        table: Values of a metric by client.
+    """
+    rows = table.rows
+    figure = new_figure(1 + 0.24 * len(rows))
+    axes, places = figure.subplots(), np.arange(len(rows))
+    for number, (name, values) in enumerate(table.values.items()):
+        colour, _, marker = look_of(number)
+        means = np.array([np.mean(values.get(row, np.nan)) for row in rows])
+        shift = 0.7 * ((number + 0.5) / len(table.values) - 0.5)
+        axes.plot(means, places + shift, marker, color=colour, markersize=5, label=literal(name))
+    for place, row in enumerate(rows):
+        if row in table.samples and place % 2:
+            axes.axhspan(place - 0.5, place + 0.5, color="0.95", linewidth=0)
+    axes.axhline(len(table.samples) - 0.5, color="black", linewidth=0.8)
+    axes.set_yticks(places, [*map(literal, rows.values())])
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel=literal(table.metric))
+    legend_above(axes)
+    return figure
 
 
 @paper_style()

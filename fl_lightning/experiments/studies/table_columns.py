@@ -62,6 +62,11 @@ def models_of(metric: str) -> str:
     return _MODELS.get(kind, "") if rest else ""
 
 
+def on_own_data(metric: str) -> bool:
+    """Return whether a metric is measured on the clients' own data, and not on the server's."""
+    return metric.rpartition("/")[2].startswith(("own_", "pooled_", "client_"))
+
+
 def of_same_models(metric: str, like: str, first: str, known: Collection[str] = ()) -> str:
     """Return ``metric`` for the models that ``like`` evaluates.
 

@@ -21,6 +21,7 @@ from scipy.stats import t
 from fl_lightning.experiments.studies.claims import Claim, read_claim, read_difference
 from fl_lightning.experiments.studies.columns import VALUE_COLUMNS
 from fl_lightning.experiments.studies.study_frame import Row, StudyFrame, Verdict, labelled
+from fl_lightning.experiments.studies.table_columns import on_own_data
 
 FAMILY_ERROR = 0.05
 """Largest probability of one or more wrong verdicts in a family of claims."""
@@ -308,7 +309,7 @@ def _tests(claim: Claim, results: StudyFrame) -> tuple[list[Comparison], str]:
             return [], f"no pair of runs of {claim.sides[number]} and {claim.sides[number + 1]}"
         for row, other in pairs:
             values, others = row.of(results.first), other.of(results.first)
-            for reason in _reasons((row, values), (other, others)):
+            for reason in _reasons(results.first, (row, values), (other, others)):
                 return [], reason
             differences = (values - others).dropna()
             if results.folds:  # the folds are the same for every seed
@@ -322,12 +323,23 @@ def _run_in_words(run: Hashable) -> str:
     return "{} in fold {}".format(*run) if isinstance(run, tuple) else str(run)
 
 
-def _reasons(*sides: tuple[Row, pd.Series]) -> Iterator[str]:
-    """Yield the reasons why no comparison of two rows with their values by seed is possible."""
+def _reasons(first: str, *sides: tuple[Row, pd.Series]) -> Iterator[str]:
+    """Yield the reasons why no comparison of two rows with their values by seed is possible.
+
+    Args:
+        first: Name of the study's first metric.
+        sides: Both rows, with their values by seed.
+    """
     for row, _ in sides:
         for run in row.runs if (row.cells["phase"] != "done").any() else ():
             if run["phase"] != "done":
                 yield f"{run['directory']} " + ("diverged" if run.get("diverged") else f"is {run['phase']}")
+    metrics = [row.metric or first for row, _ in sides]
+    if len({*map(on_own_data, metrics)}) > 1:
+        yield (
+            f"{metrics[0]} and {metrics[1]} are measured on different samples, the clients' own and the server's; let both sides "
+            "log the same metric, such as test/own_accuracy by trainer.callbacks+: [ClientEvaluation]"
+        )
     for row, values in sides:
         if seeds := [_run_in_words(run) for run, value in values.items() if not isfinite(value)]:
             words = " ".join(f"{axis}={label}" for axis, label in row.labels.items())
