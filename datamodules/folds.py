@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,9 @@ def folds_of_samples(
 
     scikit-learn's ``StratifiedGroupKFold`` divides the subjects of each client; without subjects,
     ``StratifiedKFold`` divides its samples. The draw is the same for every seed. A client with S
-    subjects, fewer than folds, has test samples in the first S folds. A single subject always trains.
+    subjects, fewer than folds, has test samples in S folds. A single subject always trains. The k-th
+    part of client c is tested in fold (k + c) modulo the number of folds, so that folds have similar
+    sizes.
 
     Args:
         labels: Class of each sample, int64 ``[N]``.
@@ -49,7 +50,7 @@ def folds_of_samples(
             warnings.filterwarnings("ignore", "The least populated class")
             divided = kind(count, shuffle=True, random_state=0).split(samples, strata, of_client)
             for fold, (_, test) in enumerate(divided):
-                fold_of[samples[torch.from_numpy(np.sort(test))]] = fold
+                fold_of[samples[torch.from_numpy(test)]] = (fold + client) % folds
     unit = "samples" if subjects is None else "subjects"
     note = (
         f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"

@@ -363,8 +363,7 @@ class TensorData(InMemorySamples):
         ]
         if not (fold_of == self.fold).any():
             raise ConfigurationError(
-                f"data.fold={self.fold} of {self.folds} has no test sample, as no client has more than {int(fold_of.max()) + 1 or 1} "
-                f"{'subjects' if 'subjects' in data else 'samples'}; use fewer folds"
+                f"data.fold={self.fold} of {self.folds} has no test sample, as the clients have too few subjects; use fewer folds"
             )
         return fold_of == self.fold
 
