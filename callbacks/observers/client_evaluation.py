@@ -5,9 +5,10 @@ from functools import partial
 from math import isnan
 
 import lightning as L
+import torch
 from torch import Tensor
 
-from fl_lightning import FederatedModule, Report, Table
+from fl_lightning import Classification, FederatedModule, Report, Table, Task
 from fl_lightning.methods import (
     ClientResult,
     Drawing,
@@ -19,7 +20,9 @@ from fl_lightning.methods import (
     pooled_metrics,
     spread_over_clients,
 )
-from fl_lightning.pictures import client_quality_figure
+from fl_lightning.pictures import calibration_figure, client_quality_figure
+
+_BINS = 10  # of the calibration curve
 
 
 class ClientEvaluation(Report, Observer):
@@ -56,6 +59,17 @@ class ClientEvaluation(Report, Observer):
     them as well. For clients with names and own test data, ``test_predictions.csv`` has a line for
     each test sample, with the prediction of the model that its client uses. W&B does not get it.
 
+    After the final test of a classification, ``calibration.csv`` and ``calibration.png`` have the
+    calibration curve of all clients' own test samples together, each with the model that its client
+    uses. The curve has 10 bins of equal width, without empty bins:
+
+    - With two classes, it shows the share of the samples of class 1 against the predicted
+      probability of class 1.
+    - With more classes, it shows the share of correct predictions against the probability of the
+      predicted class.
+
+    There is no curve if all samples have the same class, or if an output is not finite.
+
     Attributes:
         values: ``accuracy`` and ``loss`` of the server's model for each client in the last
             evaluation, by client id. Unknown values are left out.
@@ -67,6 +81,8 @@ class ClientEvaluation(Report, Observer):
         self._personal: PersonalEvaluation | None = None
         self._names: Sequence[str] = ()
         self._main = ""
+        self._task: Task | None = None
+        self._classes: Sequence[str] = ()
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # narrows pl_module
         """Let a method with a model for each client log the worst clients and the variance."""
@@ -93,6 +109,7 @@ class ClientEvaluation(Report, Observer):
             [data.num_examples(x), *(data.own_size(x, part) for part in ("val", "test"))] for x in clients
         ]
         self._main = main_metric(pl_module.task, values)
+        self._task, self._classes = pl_module.task, data.class_names or ()
         for form in ("client_{}", *([] if self._personal else ["own_{}"])):
             for name, value in spread_over_clients(values, pl_module.task.best, form).items():
                 pl_module.log(pl_module.client.metric_name(split, name), value)
@@ -140,10 +157,12 @@ class ClientEvaluation(Report, Observer):
             values = [known.get(name, "") for name in metrics]
             own_values = [own.get(client, {}).get(name, "") for name in of_own]
             rows.append([client, self._names[client], *self._samples[client], *values, *own_values])
-        return {"clients": Table(columns, rows)}
+        of_bin = ["low", "high", "samples", "mean_predicted", "observed_share"]
+        bins, _ = self._calibration()
+        return {"clients": Table(columns, rows), **({"calibration": Table(of_bin, bins)} if bins else {})}
 
     def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
-        """Return the figure ``clients``: each client's values of the main metric."""
+        """Return the figures ``clients``, values of the main metric, and ``calibration``."""
         own, main = self._personal.own_values if self._personal else {}, self._main
         models: dict[str, Mapping[int, Mapping[str, float]]]
         models = {"the server's model": self.values, "the client's own model": own}
@@ -153,4 +172,35 @@ class ClientEvaluation(Report, Observer):
             if any(main in metrics for metrics in values.values())
         }
         draw = partial(client_quality_figure, known, self._names, main)
-        return {"clients": draw} if known else {}
+        figures: dict[str, Drawing] = {"clients": draw} if known else {}
+        bins, positive = self._calibration()
+        return {**figures, **({"calibration": partial(calibration_figure, bins, positive)} if bins else {})}
+
+    def _calibration(self) -> tuple[list[list[float]], str]:
+        """Return the bins, and the name of class 1; an empty name if there are more than two classes."""
+        batches = [batch for outputs in self.predictions().values() for batch in outputs]
+        labelled = all(scores.ndim == 2 and targets.ndim == 1 for scores, targets in batches)
+        if not batches or not labelled or not isinstance(self._task, Classification):
+            return [], ""
+        scores, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        counted = self._task.counted(scores, targets)
+        positive = [*self._classes, "class 0", "class 1"][1] if scores.shape[1] == 2 else ""
+        return _calibration_bins(scores[counted], targets[counted]), positive
+
+
+def _calibration_bins(scores: Tensor, targets: Tensor) -> list[list[float]]:
+    """Return the edges, the number of samples, and the predicted and observed shares of each bin."""
+    # float32, as in test_predictions.csv: a probability at an edge is in the same bin
+    shares = scores.float().softmax(1)
+    predicted, right = shares.amax(1), scores.argmax(1) == targets
+    if scores.shape[1] == 2:
+        predicted, right = shares[:, 1], targets == 1
+    if len({*targets.tolist()}) < 2 or not shares.isfinite().all():
+        return []
+    places = torch.bucketize(predicted.contiguous(), torch.arange(1, _BINS) / _BINS)
+    rows: list[list[float]] = []
+    for place in sorted({*places.tolist()}):
+        inside = places == place
+        means = [float(values[inside].double().mean()) for values in (predicted, right)]
+        rows.append([place / _BINS, (place + 1) / _BINS, int(inside.sum()), *means])
+    return rows

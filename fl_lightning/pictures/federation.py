@@ -187,6 +187,36 @@ def participation_figure(values: Mapping[str, Sequence[float]], what: str, title
     return figure
 
 
+@paper_style()
+def calibration_figure(bins: Sequence[Sequence[float]], positive: str, title: Sequence[str]) -> Figure:
+    """Draw a calibration curve, and below it a bar with the number of samples of each bin.
+
+    Args:
+        bins: Lower edge, upper edge, number of samples, mean predicted probability and observed
+            share of each bin with samples.
+        positive: Name of class 1 if there are two classes. If empty, the curve is of the predicted
+            class.
+        title: Lines of the title.
+    """
+    low, high, samples, predicted, observed = np.array(bins).T
+    note = f"own test samples of all clients: {samples.sum():,.0f}, in {1 / (high - low)[0]:.0f} bins of equal width"
+    labels = "probability of the predicted class", "share of correct predictions"
+    if positive:
+        name = literal(positive[:40])
+        labels = f"predicted probability of {name}", f"observed share of {name}"
+    figure = new_figure(4.4, [*title, note])
+    curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    curve.plot((0, 1), (0, 1), "--", color=GREY, label="perfect calibration")
+    curve.plot(predicted, observed, "o-", color=VERMILLION, label="mean of each bin")
+    curve.set(xlim=(0, 1), ylim=(-0.02, 1.02), ylabel=labels[1])
+    curve.legend(loc="upper left")
+    bars = counts.bar(low, samples, high - low, align="edge", color=SKY, edgecolor=GREY)
+    counts.bar_label(bars, [f"{count:,.0f}" for count in samples], size=7)
+    counts.margins(y=0.3)
+    counts.set(xlabel=labels[0], ylabel="samples")
+    return figure
+
+
 def name_labels(names: Sequence[str] | None, count: int) -> list[str]:
     """Return a label for each class or client: the start of its name, or its number."""
     if names is None or len(names) != count:

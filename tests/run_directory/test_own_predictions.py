@@ -6,9 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, roc_auc_score
 
 from fl_lightning import load_model
+from fl_lightning.callbacks import ClientEvaluation
 from tests.support.command_line import run, write_config
 
 HOSPITALS = ["Bergen", "Oslo", "Tromsø"]
@@ -91,6 +93,36 @@ def test_pooled_metrics_are_of_all_predictions_and_no_mean_of_hospitals(tmp_path
     assert metrics["test/own_auroc"] != pytest.approx(auroc, abs=1e-3)
 
 
+@pytest.mark.parametrize(("classes", "method"), [(2, "FedBN"), (2, None), (3, "FedBN")])
+def test_the_calibration_curve_is_that_of_all_predictions(tmp_path, monkeypatch, method, classes):
+    monkeypatch.chdir(tmp_path)
+    names = np.array(["no", "perhaps", "yes"])[[0, 2] if classes == 2 else [0, 1, 2]]
+    values = names[np.random.default_rng(2).integers(0, classes, 40).repeat(3)]
+    # after some rounds with a large learning rate, the probabilities are in several bins
+    steps = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
+    settings = {"values": values, "model.client_optimizer": steps, "trainer.max_epochs": 6}
+    _, cli, found = fitted(tmp_path, *([method] if method else []), **settings)
+    right = found["target"] == (found["prediction"] if classes == 3 else "yes")
+    probabilities = found[[f"probability_{name}" for name in names]]
+    predicted = probabilities.max(axis=1) if classes == 3 else found["probability_yes"]
+    observed, mean = calibration_curve(right, predicted, n_bins=10, strategy="uniform")
+    assert len(mean) >= 3
+    table = pd.read_csv(cli.attempt.path / "calibration.csv")
+    assert [*table] == ["low", "high", "samples", "mean_predicted", "observed_share"]
+    np.testing.assert_allclose(table["mean_predicted"], mean, atol=1e-6)
+    np.testing.assert_allclose(table["observed_share"], observed, atol=1e-6)
+    for _, row in table.iterrows():
+        assert row["samples"] == ((predicted > row["low"]) & (predicted <= row["high"])).sum()
+        assert row["high"] - row["low"] == pytest.approx(0.1)
+    assert table["samples"].sum() == len(found)
+    (observer,) = [x for x in cli.trainer.callbacks if isinstance(x, ClientEvaluation)]
+    curve, counts = observer.figures([])["calibration"](["title"]).axes
+    what = "predicted probability of yes", "observed share of yes"
+    if classes == 3:
+        what = "probability of the predicted class", "share of correct predictions"
+    assert (counts.get_xlabel(), curve.get_ylabel()) == what
+
+
 REGRESSION = """
 from torch.nn.functional import mse_loss
 from fl_lightning import Task
@@ -111,7 +143,8 @@ def test_numbers_are_predicted_as_values(tmp_path, monkeypatch, methods):
         "model": {"num_classes": 1},
         "model.task": "methods.Regression",
     }
-    frame, _, found = fitted(tmp_path, **settings)
+    frame, cli, found = fitted(tmp_path, **settings)
+    assert not [*cli.attempt.path.glob("calibration*")]
     assert [*found] == ["line", "subject", "client", "target", "value_0"]
     np.testing.assert_allclose(found["target"], frame.iloc[found["line"] - 2]["outcome"], atol=1e-6)
 

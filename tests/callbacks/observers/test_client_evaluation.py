@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from sklearn.calibration import calibration_curve
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import Classification, FederatedDataModule, callbacks
@@ -209,3 +210,52 @@ def test_a_client_without_test_samples_or_without_both_classes_has_no_value_ther
         higher = scores[targets == 1][:, None] - scores[targets == 0][None]
         by_hand = ((higher > 0).double() + (higher == 0).double() / 2).mean().item()
         assert found.loc["big", "auroc"] == pytest.approx(by_hand)
+
+
+def curve_of(scores, targets):
+    """The observer's table and figure for outputs of two batches of two clients."""
+    callback = ClientEvaluation()
+    trained(blobs(2, (16,)), callback)
+    assert "calibration" not in {**callback.tables(), **callback.figures([])}  # a validation keeps no outputs
+    parts = [*zip(scores.split(3), targets.split(3), strict=True)]
+    callback.predictions = lambda: {0: parts[:1], 1: parts[1:]}
+    return callback.tables().get("calibration"), callback.figures([]).get("calibration")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_calibration_curve_has_the_edges_of_bins_and_leaves_ignored_labels_out(dtype):
+    """A probability of 0.5 is in the bin from 0.4 to 0.5, as in scikit-learn."""
+    second = torch.tensor([0.0, 0.0, 200.0, -200.0, 1.0, 1.1, 0.0, -1.0])
+    scores = torch.stack([torch.zeros(8), second], 1).to(dtype)
+    targets = torch.tensor([0, 1, 1, 0, 1, 0, -100, 0])
+    table, draw = curve_of(scores, targets)
+    kept, shares = targets >= 0, scores.float().softmax(1)[:, 1]
+    observed, mean = calibration_curve(targets[kept], shares[kept], n_bins=10)
+    low, high, samples, *of_bins = map(list, zip(*table.rows, strict=True))
+    assert (low, high) == ([0, 0.2, 0.4, 0.7, 0.9], [0.1, 0.3, 0.5, 0.8, 1])
+    assert samples == [1, 1, 2, 2, 1]
+    assert of_bins == [pytest.approx(mean.tolist()), pytest.approx(observed.tolist())]
+    figure = draw(["title"])
+    curve, counts = figure.axes
+    assert [*curve.lines[0].get_xdata(), *curve.lines[0].get_ydata()] == [0, 1, 0, 1]
+    assert [[*x] for x in curve.lines[1].get_data()] == of_bins
+    assert [(round(bar.get_x(), 6), bar.get_height()) for bar in counts.patches] == [
+        *zip(low, samples, strict=True)
+    ]
+    assert [text.get_text() for text in counts.texts] == ["1", "1", "2", "2", "1"]
+    assert curve.get_ylabel() == "observed share of class 1"
+    assert "samples of all clients: 7, in 10 bins" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize(
+    ("scores", "targets"),
+    [
+        (torch.randn(6, 2), torch.ones(6, dtype=torch.long)),
+        (torch.randn(6, 2), torch.tensor([1, 1, 1, 1, -100, 1])),
+        (torch.randn(6, 2).index_fill(0, torch.tensor(4), torch.nan), torch.arange(6) % 2),
+        (torch.randn(6, 2, 3, 3), (torch.arange(54) % 2).view(6, 3, 3)),
+    ],
+    ids=["one class", "one class and an ignored label", "not finite", "pixels"],
+)
+def test_there_is_no_calibration_curve_of(scores, targets):
+    assert curve_of(scores, targets) == (None, None)
