@@ -23,6 +23,7 @@ from fl_lightning.methods import (
 from fl_lightning.pictures import calibration_figure, client_quality_figure
 
 _BINS = 10  # of the calibration curve
+_NAMED = 5  # largest number of clients without a metric that the result table names
 
 
 class ClientEvaluation(Report, Observer):
@@ -36,7 +37,7 @@ class ClientEvaluation(Report, Observer):
       evaluation data. Classes are weighted by their frequency in the client's training data. The
       loss is left out.
     - Otherwise the client is left out. A client whose value is NaN is also left out. The result
-      table says how many clients are left out.
+      table says how many clients are left out, and names five of them.
 
     Each evaluation logs these metrics under ``val/`` or ``test/``:
 
@@ -80,6 +81,8 @@ class ClientEvaluation(Report, Observer):
         self._outputs: dict[int, Sequence[tuple[Tensor, Tensor]]] = {}
         self._personal: PersonalEvaluation | None = None
         self._names: Sequence[str] = ()
+        self._has_names = False
+        self._measured: Sequence[str] = ()  # metrics of the server's evaluation
         self._main = ""
         self._task: Task | None = None
         self._classes: Sequence[str] = ()
@@ -105,6 +108,8 @@ class ClientEvaluation(Report, Observer):
         self.values = dict(zip(clients, values, strict=True))
         self._names = pl_module.data.client_names[: len(clients)] or [str(client) for client in clients]
         data = pl_module.data
+        self._has_names = bool(data.client_names)
+        self._measured = [name for name, x in pl_module.evaluation.metrics.items() if not isnan(x)]
         self._samples = [
             [data.num_examples(x), *(data.own_size(x, part) for part in ("val", "test"))] for x in clients
         ]
@@ -132,13 +137,28 @@ class ClientEvaluation(Report, Observer):
         return {client: outputs for client, outputs in known.items() if outputs}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return a line for the result table if some clients or all clients have no value."""
+        """Return a line for the result table if clients lack a metric that others or the server have."""
         names = sorted({name for known in self.values.values() for name in known})
         if self.values and not names:
             return {"clients": "not evaluated: they have no evaluation data and no classes"}
-        missing = {name: sum(name not in known for known in self.values.values()) for name in names}
-        words = [f"{count} of {len(self.values)} have no {name}" for name, count in missing.items() if count]
-        return {"clients": f"{', '.join(words)}, and are left out"} if words else {}
+        lacking: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted({*names, *self._measured}):
+            clients = tuple(client for client, known in self.values.items() if name not in known)
+            lacking.setdefault(clients, []).append(name)
+        lacking.pop((), None)
+        no_client = lacking.pop(tuple(self.values), [])
+        words = [
+            f"{len(clients)} of {len(self.values)} have no {' or '.join(metrics)}{self._named(clients)}"
+            for clients, metrics in lacking.items()
+        ]
+        lines = [f"{', '.join(words)}, and are left out"] if words else []
+        lines += [f"no client has {' or '.join(no_client)}"] if no_client else []
+        return {"clients": "; ".join(lines)} if lines else {}
+
+    def _named(self, clients: Sequence[int]) -> str:
+        names = [self._names[client] for client in clients[:_NAMED]] if self._has_names else []
+        more = ["..."] if len(clients) > _NAMED else []
+        return f" ({', '.join([*names, *more])})" if names else ""
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``clients``: each client's values in the last evaluation.

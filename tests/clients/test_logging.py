@@ -715,7 +715,7 @@ def test_the_auroc_of_a_client_with_one_class_is_no_value(only):
         "",
         pytest.approx(by_hand["south"], abs=1e-6),
     ]
-    words = "1 of 3 have no val/again_auroc, 1 of 3 have no val/auroc, and are left out"
+    words = "1 of 3 have no val/again_auroc or val/auroc (one), and are left out"
     assert observer.result_lines() == {"clients": words}
     assert module.auroc.compute.__name__ == "compute"  # the metric's own method again
 

@@ -57,6 +57,7 @@ def test_without_own_data_the_classes_of_the_servers_are_weighed_as_the_clients_
     assert [int(row["client"]) for row in rows] == list(range(len(expected)))
     assert [float(row["accuracy"]) for row in rows] == pytest.approx(expected)
     assert [callback.values[client]["accuracy"] for client in range(len(expected))] == pytest.approx(expected)
+    assert callback.result_lines() == {"clients": "no client has loss"}
 
 
 PERSONAL = {
@@ -123,7 +124,7 @@ def test_clients_of_whom_nothing_is_known_are_left_out():
     module = trained(FederatedDataModule([TrainsOnly(known), known], known), callback)
     assert callback.values[0] == {}
     assert module.metrics["val/client_accuracy"] == pytest.approx(callback.values[1]["accuracy"])
-    words = "1 of 2 have no accuracy, 1 of 2 have no loss, and are left out"
+    words = "1 of 2 have no accuracy or loss, and are left out"
     assert callback.result_lines() == {"clients": words}
     nobody = ClientEvaluation()
     module = trained(FederatedDataModule([TrainsOnly(known)], known), nobody)
@@ -157,6 +158,40 @@ def test_a_client_with_nan_is_left_out_and_counted(place):
     assert module.metrics["val/client_recall"] == pytest.approx(sum(recalls) / 11)
     assert module.metrics["val/client_recall_worst"] == pytest.approx(sum(sorted(recalls)[:2]) / 2)
     assert callback.result_lines() == {"clients": "1 of 12 have no recall, and are left out"}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        (2, "2 of 7 have no recall (site 0, site 1), and are left out"),
+        (5, "5 of 7 have no recall (site 0, site 1, site 2, site 3, site 4), and are left out"),
+        (6, "6 of 7 have no recall (site 0, site 1, site 2, site 3, site 4, ...), and are left out"),
+        (7, "no client has recall"),
+    ],
+)
+def test_clients_without_a_metric_are_named_and_a_metric_that_only_the_server_has(lacking, words):
+    whole, callback = blobs(7, (24,)), ClientEvaluation()
+    for client, part in enumerate(whole.clients):
+        labels = part.dataset.tensors[1]
+        labels[:4] = 2
+        if client < lacking:
+            labels.clamp_(max=1)
+    clients = {f"site {client}": part for client, part in enumerate(whole.clients)}
+    data = FederatedDataModule(clients, whole.server)
+    settings = {"task": NotDefined(), "trainer": {"limit_val_batches": 1.0}}
+    module = federated_run(callback, data=data, rounds=1, **settings).module
+    assert "val/recall" in module.metrics
+    assert callback.result_lines() == {"clients": words}
+
+
+def test_a_metric_that_neither_the_server_nor_a_client_has_is_no_news():
+    whole, callback = blobs(3, (24,)), ClientEvaluation()
+    for part in (*whole.clients, whole.server):
+        part.dataset.tensors[1].clamp_(max=1)
+    data = FederatedDataModule(whole.clients, whole.server)
+    settings = {"task": NotDefined(), "trainer": {"limit_val_batches": 1.0}}
+    federated_run(callback, data=data, rounds=1, **settings)
+    assert callback.result_lines() == {}
 
 
 @pytest.mark.parametrize("method", [[], ["FedBN"]])
