@@ -141,6 +141,7 @@ class ClientEvaluation(Report, Observer):
         names = sorted({name for known in self.values.values() for name in known})
         if self.values and not names:
             return {"clients": "not evaluated: they have no evaluation data and no classes"}
+        # keyed by clients, because the same clients often lack several metrics
         lacking: dict[tuple[int, ...], list[str]] = {}
         for name in sorted({*names, *self._measured}):
             clients = tuple(client for client, known in self.values.items() if name not in known)

@@ -202,8 +202,8 @@ def calibration_figure(bins: Sequence[Sequence[float]], positive: str, title: Se
     note = f"own test samples of all clients: {samples.sum():,.0f}, in {1 / (high - low)[0]:.0f} bins of equal width"
     labels = "probability of the predicted class", "share of correct predictions"
     if positive:
-        name = literal(positive[:40])
-        labels = f"predicted probability of {name}", f"observed share of {name}"
+        (name,) = name_labels([positive], 1)
+        labels = f"predicted probability of {name}", "observed share"
     figure = new_figure(4.4, [*title, note])
     curve, counts = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     curve.plot((0, 1), (0, 1), "--", color=GREY, label="perfect calibration")

@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from fl_lightning.pictures import style
 from fl_lightning.pictures.federation import (
+    calibration_figure,
     class_quality_figure,
     client_sizes_figure,
     clients_figure,
@@ -293,6 +294,16 @@ def test_texts_of_any_federation_do_not_overlap(clients, classes, largest, known
     )
 
 
+@pytest.mark.parametrize("positive", ["W" * 300, ""])
+@pytest.mark.parametrize("bins", [[9], [*range(10)]])
+def test_texts_of_a_calibration_curve_do_not_overlap(positive, bins):
+    assert not overlapping(calibration_figure(curve_rows(bins), positive, TITLE))
+
+
+def curve_rows(bins):
+    return [[low / 10, (low + 1) / 10, 10**6 - low, low / 10 + 0.05, 1 - low / 10] for low in bins]
+
+
 # Names and style
 
 
@@ -304,6 +315,8 @@ def test_odd_names_are_drawn_without_a_warning():
     title = ["Метод_$\\frac{$ 猫", "x" * 2000, ""]
     png(partition_figure([list(range(10))] * 3, ODD, title))
     png(class_quality_figure([0.5] * 10, ODD, "test accuracy", title))
+    for name in ODD:
+        png(calibration_figure(curve_rows([0, 9]), name, title))
 
 
 def test_settings_of_the_user_neither_count_nor_change():

@@ -101,6 +101,7 @@ def test_the_calibration_curve_is_that_of_all_predictions(tmp_path, monkeypatch,
     # after some rounds with a large learning rate, the probabilities are in several bins
     steps = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
     settings = {"values": values, "model.client_optimizer": steps, "trainer.max_epochs": 6}
+    settings["metrics"] = {"calibration": None}
     _, cli, found = fitted(tmp_path, *([method] if method else []), **settings)
     right = found["target"] == (found["prediction"] if classes == 3 else "yes")
     probabilities = found[[f"probability_{name}" for name in names]]
@@ -115,9 +116,12 @@ def test_the_calibration_curve_is_that_of_all_predictions(tmp_path, monkeypatch,
         assert row["samples"] == ((predicted > row["low"]) & (predicted <= row["high"])).sum()
         assert row["high"] - row["low"] == pytest.approx(0.1)
     assert table["samples"].sum() == len(found)
+    of_bins = np.ceil(predicted * 15)  # the metric has 15 bins
+    error = (right - predicted).groupby(of_bins).sum().abs().sum() / len(found)
+    assert cli.model.metrics["test/pooled_calibration"] == pytest.approx(error, abs=1e-6)
     (observer,) = [x for x in cli.trainer.callbacks if isinstance(x, ClientEvaluation)]
     curve, counts = observer.figures([])["calibration"](["title"]).axes
-    what = "predicted probability of yes", "observed share of yes"
+    what = "predicted probability of yes", "observed share"
     if classes == 3:
         what = "probability of the predicted class", "share of correct predictions"
     assert (counts.get_xlabel(), curve.get_ylabel()) == what

@@ -278,7 +278,7 @@ def test_calibration_curve_has_the_edges_of_bins_and_leaves_ignored_labels_out(d
         *zip(low, samples, strict=True)
     ]
     assert [text.get_text() for text in counts.texts] == ["1", "1", "2", "2", "1"]
-    assert curve.get_ylabel() == "observed share of class 1"
+    assert counts.get_xlabel() == "predicted probability of class 1"
     assert "samples of all clients: 7, in 10 bins" in figure.get_suptitle()
 
 
