@@ -174,7 +174,9 @@ def test_settings_that_folds_exclude_are_refused(settings, told):
 def test_a_fold_without_test_samples_is_refused():
     settings = {"groups": np.zeros(2), "folds": 5, "batch_size": 1}
     data = TensorData(torch.zeros(2, 1), torch.arange(2), fold=2, **settings)
-    with pytest.raises(ConfigurationError, match="has no test sample, as the clients have too few subjects; use fewer folds"):
+    with pytest.raises(
+        ConfigurationError, match="has no test sample, as the clients have too few subjects; use fewer folds"
+    ):
         data.setup("fit")
 
 
@@ -182,6 +184,8 @@ def test_folds_of_small_hospitals_have_similar_sizes():
     hospital = np.repeat(np.arange(10), 3)
     sizes = []
     for fold in range(5):
-        data = made(torch.arange(30).float()[:, None], torch.arange(30) % 2, hospital, None, folds=5, fold=fold)
+        data = made(
+            torch.arange(30).float()[:, None], torch.arange(30) % 2, hospital, None, folds=5, fold=fold
+        )
         sizes.append(len(data.distribution.test))
     assert sizes == [6] * 5

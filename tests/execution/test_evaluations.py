@@ -171,7 +171,7 @@ def test_evaluations_outside_of_fit_are_shared_likewise(stage):
         module = FederatedModule(small_cnn(), SGD, local_steps=1)
         trainer = fit(module, data(), 1, [FedBN(), ClientEvaluation()], **EVALUATED, **ranks)
         found += getattr(trainer, stage)(module, datamodule=data(), verbose=False)
-    assert len(found[0]) == 15
+    assert len(found[0]) == 17
     assert found[0] == found[1]
 
 
