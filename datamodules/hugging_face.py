@@ -33,6 +33,8 @@ class HuggingFaceImages(ImageFiles):
         label_column: Name of the column of labels. Default: the only column of type ``ClassLabel``.
             In a column of another type, every distinct value is a class. The classes are sorted.
         group_column: Name of the column of groups. None: no groups.
+        subject_column: Name of the column of subjects, such as patients. All images of a subject
+            stay together, as in :class:`~fl_lightning.datamodules.tensors.TensorData`.
         train_split: Name of the training split.
         test_split: Name of the test split.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
@@ -52,6 +54,7 @@ class HuggingFaceImages(ImageFiles):
         image_column: str | None = None,
         label_column: str | None = None,
         group_column: str | None = None,
+        subject_column: str | None = None,
         train_split: str = "train",
         test_split: str = "test",
         **settings: Any,
@@ -70,6 +73,10 @@ class HuggingFaceImages(ImageFiles):
         self._group = None
         if group_column is not None:
             self._group = self._column("group_column", group_column, columns, None)
+        self._subject = None
+        if subject_column is not None:
+            self._subject = self._column("subject_column", subject_column, columns, None)
+            self._subject_setting = f"data.subject_column {self._subject}"
         if isinstance(columns[self._label], ClassLabel):
             self.class_names = list(columns[self._label].names)
             self._labels = [
@@ -89,6 +96,9 @@ class HuggingFaceImages(ImageFiles):
         self.use_range(images["pixels"].tolist())
         labels, test_labels = self._labels
         data = ImageData(images["train"], labels, images["test"], test_labels)
+        if self._subject is not None:
+            names, numbers = self._numbered(self._subject)
+            data = replace(data, subjects=[names[x] for x in torch.cat(numbers).tolist()])
         if self._group is None:
             return data
         names, (groups, test_groups) = self._numbered(self._group)

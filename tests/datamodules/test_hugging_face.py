@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import HuggingFaceImages, Natural
+from fl_lightning.datamodules import IID, HuggingFaceImages, Natural
 from tests.support.command_line import main
 from tests.support.pages import OURS, blocks
 
@@ -29,6 +29,7 @@ def pictures(split, count):
 
 SIZES = {"train": 9, "test": 4}
 LABELS = {"train": [0, 1, 2] * 3, "test": [2, 1, 0, 0]}
+PATIENTS = {"train": [f"P{number // 3}" for number in range(9)], "test": ["Q", "Q", "R", "R"]}
 WHO = {"train": [10, 9, 9, 10, 9, 2, 10, 2, 2], "test": [9, 2, 10, 9]}
 
 
@@ -50,6 +51,7 @@ def parts(library, **columns):
         "gap": library.Value("float64"),
         "hole": library.Value("string"),
         "pair": library.List(library.Value("int64")),
+        "patient": library.Value("string"),
     }
     return library.DatasetDict(
         {
@@ -62,6 +64,7 @@ def parts(library, **columns):
                     "gap": [label or float("nan") for label in LABELS[split]],
                     "hole": ["yz"[label - 1] if label else None for label in LABELS[split]],
                     "pair": [[label] for label in LABELS[split]],
+                    "patient": PATIENTS[split],
                 },
                 features=library.Features(kind),
             )
@@ -198,3 +201,16 @@ def test_images_are_upright_and_deep_images_keep_their_contrast(library, layout,
     again = HuggingFaceImages(str(tmp_path / "set"), 8, num_clients=1, batch_size=2)
     again.setup("fit")
     assert list(again.pixel_range) == [900, 1026]  # from the cache
+
+
+def test_images_of_a_subject_stay_together(library, tmp_path):
+    write(library, tmp_path)
+    settings = {"partition": IID(), "num_clients": 3, "batch_size": 2, "subject_column": "patient"}
+    data = HuggingFaceImages(str(tmp_path), 8, **settings)
+    data.setup("fit")
+    owned = [{PATIENTS["train"][x] for x in part.tolist()} for part in data.distribution.clients]
+    assert sorted(map(sorted, owned)) == [["P0"], ["P1"], ["P2"]]
+    assert "13 samples of 5 subjects (data.subject_column patient)" in data.notes
+    shared = HuggingFaceImages(str(tmp_path), 8, **settings | {"subject_column": "word"})
+    with pytest.raises(ConfigurationError, match=r"data.subject_column word: subject x is in"):
+        shared.setup("fit")

@@ -169,7 +169,7 @@ def test_curve_of_a_run_marks_the_round_in_which_statistics_freeze(drawn):
 
 def test_regression_on_own_data_gets_loss_and_client_sizes(tmp_path, monkeypatch, drawn):
     (tmp_path / "own.py").write_text(
-        "import torch\nfrom helpers import ArrayClient\nfrom fl_lightning import FederatedDataModule\n"
+        "import torch\nfrom fl_lightning.testing import ArrayClient\nfrom fl_lightning import FederatedDataModule\n"
         "class Own(FederatedDataModule):\n"
         "    def __init__(self, seed: int = 0) -> None:\n"
         "        x = torch.linspace(-1, 1, 60).view(30, 2)\n"
