@@ -62,8 +62,8 @@ def check_fold(folds: int | None, fold: int) -> None:
     """Raise a ConfigurationError if there are fewer than two folds, or if there is no such fold."""
     if folds is None and fold:
         raise ConfigurationError(f"data.fold={fold} needs the number of folds; set data.folds, such as 5")
-    if folds is not None and folds < 2:
-        raise ConfigurationError(f"data.folds must be at least 2, such as 5, found {folds}")
+    if folds is not None and (folds < 2 or int(folds) != folds):
+        raise ConfigurationError(f"data.folds must be a whole number from 2, such as 5, found {folds}")
     if folds is not None and not 0 <= fold < folds:
         raise ConfigurationError(
             f"data.fold must be in 0 to {folds - 1}, as data.folds={folds}; found {fold}"

@@ -111,8 +111,14 @@ class RestoredRun:
             states = self.client_states([client])  # which may make the module anew
             self.module.model.load_state_dict(states[client])
 
-    def client_states(self, clients: Iterable[str]) -> dict[str, Mapping[str, torch.Tensor]]:
+    def client_states(
+        self, clients: Iterable[str], skip_untrained: bool = False
+    ) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return all weights of the models of some clients, by name.
+
+        Args:
+            clients: Names of the clients.
+            skip_untrained: Whether to leave out clients that have never trained.
 
         Raises:
             ConfigurationError: There is no such client, or a client has never trained.
@@ -122,15 +128,18 @@ class RestoredRun:
             self.own_data.setup("fit")
         # configure_optimizers, which decides the layout, may use the trainer
         self.module.client.attach(max(int(self.run.config["trainer"]["max_epochs"]), 1))
-        return {client: self._client_state(client) for client in clients}
+        states = {client: self._client_state(client, skip_untrained) for client in clients}
+        return {client: state for client, state in states.items() if state is not None}
 
-    def _client_state(self, client: str) -> Mapping[str, torch.Tensor]:
+    def _client_state(self, client: str, skip_untrained: bool) -> Mapping[str, torch.Tensor] | None:
         assert self.personal is not None
         of_server = self.module.model.state_dict()
         number = self.data.client_number(client)
         own_state = self.personal.state_of_client(self.module, number)
         absent = isinstance(self.personal, LocalState) and number not in self.personal.memory
         if absent and any(not torch.equal(x, of_server[name].cpu()) for name, x in own_state.items()):
+            if skip_untrained:
+                return None
             raise ConfigurationError(
                 f"client: {client} has trained in no round up to {self.data.round}, so its own state is that before training, which does not "
                 "fit the server's weights; leave client out to use the server's model"

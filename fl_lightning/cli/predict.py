@@ -53,7 +53,8 @@ def main(args: Sequence[str]) -> None:
         each = act == "predict" and not own_data and options.client is None
         restored = RestoredRun(options.run, options.checkpoint, options.client, own_data)
         whose = "server" if options.client is None else options.client
-        print(f"model of {whose}, round {restored.data.round}, from {restored.path}", flush=True)
+        model = "models" if each and restored.personal is not None else f"model of {whose}"
+        print(f"{model}, round {restored.data.round}, from {restored.path}", flush=True)
         if options.client is None and not each:
             _tell_of_clients(restored)
         words = f"{restored.run.path.resolve().name}_{restored.path.stem}_round_{restored.data.round}"
@@ -111,16 +112,16 @@ def _predicted(restored: RestoredRun) -> list[Any]:
 def _of_each_client(restored: RestoredRun, samples: NewSamples) -> tuple[list[Any], list[str]]:
     """Predict each sample by the model of its client. Return the outputs and the names of the models.
 
-    A client that the run does not have gets the server's model.
+    A client that the run does not have, or that has never trained, gets the server's model.
     """
     parts: dict[str, list[int]] = {}
     for index, client in enumerate(samples.clients or ()):
         parts.setdefault(client, []).append(index)
     known = [client for client in parts if client in restored.data.client_names]
-    states = restored.client_states(known)
+    states = restored.client_states(known, skip_untrained=True)
     of_server = copy.deepcopy(restored.module.model.state_dict())
     outputs: list[Any] = [None] * len(samples.places)
-    models = [client if client in states else "server" for client in samples.clients or ()]
+    models = [client if client in states else "(server)" for client in samples.clients or ()]
     for client, indices in parts.items():
         restored.module.model.load_state_dict(states.get(client, of_server))
         restored.data.samples = samples.some(indices)

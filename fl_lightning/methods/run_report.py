@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
 
 MetricRows = Sequence[Mapping[str, float]]
 """Rows of ``metrics.jsonl``. A row maps the names of a round's metrics to their values."""
@@ -67,7 +68,7 @@ class Report:
         """Return numbers by name, for ``result.json`` and for the W&B summary."""
         return {}
 
-    def predictions(self) -> "Mapping[int, Sequence[tuple[Tensor, Tensor]]]":
+    def predictions(self) -> Mapping[int, Sequence[tuple[Tensor, Tensor]]]:
         """Return the outputs and targets of clients' own test samples, for ``test_predictions.csv``."""
         return {}
 

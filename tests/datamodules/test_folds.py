@@ -153,7 +153,7 @@ def test_a_file_of_clients_gives_the_folds_of_its_clients(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"folds": 1}, "data.folds must be at least 2, such as 5, found 1"),
+        ({"folds": 1}, "data.folds must be a whole number from 2, such as 5, found 1"),
         ({"folds": 5, "fold": 5}, "data.fold must be in 0 to 4, as data.folds=5; found 5"),
         ({"fold": 2}, "data.fold=2 needs the number of folds; set data.folds"),
         ({"folds": 5, "groups": None}, r"data.folds=5 divides .* IID.* give data.groups"),

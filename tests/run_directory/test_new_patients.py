@@ -36,7 +36,7 @@ def test_an_unknown_hospital_gets_the_servers_model(patients, capsys):
     assert "each sample by the model of its client (2 clients)" in out
     assert "by the server's model, as the run has no model of these clients: empty: 3, Kiel: 3" in out
     rows = table_of(out.splitlines()[-1].partition(" written to ")[2])[1:]
-    assert [row[1] for row in rows[:4]] == ["Bergen", "Bonn", "server", "server"]
+    assert [row[1] for row in rows[:4]] == ["Bergen", "Bonn", "(server)", "(server)"]
     whole = Path("no_site.csv")
     lines = [line.partition(",")[2] for line in Path("new.csv").read_text(encoding="utf-8").splitlines()]
     whole.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -46,7 +46,7 @@ def test_an_unknown_hospital_gets_the_servers_model(patients, capsys):
     assert "with FedBN, each client uses a model of its own: choose it by --client NAME" in out
     of_server = table_of(out.splitlines()[-1].partition(" written to ")[2])[1:]
     for row, expected in zip(rows, of_server, strict=True):
-        if row[1] == "server":
+        if row[1] == "(server)":
             assert [*map(float, row[3:])] == pytest.approx([*map(float, expected[2:])], abs=1e-6)
         else:
             assert row[3:] != expected[2:]
@@ -81,3 +81,17 @@ def test_training_samples_in_a_test_file_are_counted(patients, capsys):
     command(["test", run, "mixed.csv"])
     out = capsys.readouterr().out
     assert re.search("not compared with the run's training samples: .*patients.csv", out)
+
+
+def test_a_hospital_that_has_never_trained_gets_the_servers_model(patients, capsys):
+    _, run = fit(callbacks=["FedBN"], participation=0.25)
+    write_table("new.csv", 8, seed=1)
+    capsys.readouterr()
+    command(["predict", run, "new.csv"])
+    out = capsys.readouterr().out
+    rows = table_of(out.splitlines()[-1].partition(" written to ")[2])[1:]
+    of_server = [SITES[number % 4] for number, row in enumerate(rows) if row[1] == "(server)"]
+    assert 0 < len(of_server) < 8
+    assert re.search("by the server's model, as the run has no model of these clients: .*: 2", out)
+    message = message_of(capsys, lambda: command(["predict", run, "new.csv", "--client", of_server[0]]))
+    assert "has trained in no round" in message

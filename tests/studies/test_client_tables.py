@@ -1,5 +1,6 @@
 """Tables with a row for each client: values, means and intervals equal a computation by scikit-learn and SciPy."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from fl_lightning.experiments.studies.client_tables import (
     client_tables,
     write_client_tables,
 )
-from fl_lightning.experiments.studies.figures import pictures
+from fl_lightning.experiments.studies.figures import clients_figure, pictures
 from tests.support.study_frames import study_frame
 
 GAP = "FedBN \N{MINUS SIGN} BN"
@@ -208,7 +209,7 @@ def test_other_test_samples_are_not_compared(tmp_path):
     other.loc[0, "line"] = 500
     (table, *_) = client_tables(written(tmp_path, {"BN": [predictions(0)], "FedBN": [other]}))
     assert not table.differences
-    assert "No differences: the runs have other test samples." in table.caption
+    assert "No differences, because the runs have different test samples." in table.caption
 
 
 def test_all_folds_are_scored_together(tmp_path):
@@ -285,3 +286,74 @@ def test_the_picture_has_a_point_for_each_client_and_method(tmp_path):
     for line in points:
         values = [np.mean(x) for x in table.values[line.get_label()].values()]
         np.testing.assert_allclose(line.get_xdata(), values)
+
+
+def test_runs_of_different_clients_have_a_row_for_each_and_no_differences(tmp_path):
+    """A small client may be left out with one seed, or held out."""
+    whole = predictions(0)
+    frames = {"BN": [select(whole, ["Oslo", "Tromsø"]), predictions(1)], "FedBN": [select(whole, ["Bergen"])]}
+    (table,) = client_tables(written(tmp_path, frames, {"test/accuracy": "accuracy"}))
+    assert table.samples == CLIENTS
+    assert {row: len(values) for row, values in table.values["BN"].items()} == {
+        "Bergen": 1,
+        "Oslo": 2,
+        "Tromsø": 2,
+        "Vadsø": 1,
+        **dict.fromkeys(["all samples", "mean over clients", "worst client"], 2),
+    }
+    assert table.values["FedBN"]["Oslo"] == []
+    assert not table.differences
+    assert "the runs have different test samples." in table.caption
+    figure = clients_figure(table)
+    assert len(figure.axes) == 1
+
+
+@pytest.mark.parametrize("name", ["all samples", "pairs within clients", "mean over clients", "worst client"])
+def test_a_client_may_have_the_name_of_a_mean(tmp_path, name):
+    frame = predictions(0)
+    named = frame.assign(client=frame["client"].replace("Oslo", name))
+    (table,) = client_tables(written(tmp_path, {"BN": [named]}, {"test/auroc": "AUROC"}))
+    (expected,) = client_tables(written(tmp_path / "plain", {"BN": [frame]}, {"test/auroc": "AUROC"}))
+    assert table.values["BN"][f'"{name}"'] == expected.values["BN"]["Oslo"]
+    for row in ("all samples", "pairs within clients", "mean over clients", "worst client"):
+        assert table.values["BN"][row] == expected.values["BN"][row]
+
+
+def test_values_of_incomplete_folds_are_not_shown(tmp_path):
+    runs = []
+    for fold in range(2):
+        place = tmp_path / f"{fold}"
+        place.mkdir()
+        clients = {"client": [0, 1], "name": ["x", "y"], "own_loss": [0.5 + fold, 1.5]}
+        pd.DataFrame(clients).to_csv(place / "clients.csv", index=False)
+        runs.append({"seed": 0, "fold": fold, "phase": "done", "why": "", "directory": str(place)})
+    rows = [{"labels": {"m": "A"}, "values": {}, "runs": runs}]
+    (table,) = client_tables(study_frame(rows, {"m": ["A"]}, {"test/loss": "loss"}, folds=2))
+    assert table.values["A"] == {
+        "x": [1.0],
+        "y": [1.5],
+        "mean over clients": [1.25],
+        "worst client": [1.5],
+    }
+    assert "Mean over folds." in table.caption
+    runs[1]["phase"] = "failed"
+    assert client_tables(study_frame(rows, {"m": ["A"]}, {"test/loss": "loss"}, folds=2)) == []
+
+
+def test_unfinished_runs_are_named(tmp_path):
+    results = written(tmp_path, {"BN": [predictions(0)], "FedBN": [predictions(1)]})
+    results.cells.iloc[1, results.cells.columns.get_loc("phase")] = "failed"
+    (table, *_) = client_tables(replace(results))
+    assert [*table.values["FedBN"].values()] == [[]] * 7
+    assert table.caption.endswith("Some runs are not finished: FedBN.")
+
+
+def test_a_caption_says_what_an_interval_is_about(tmp_path):
+    frames = {"BN": [predictions(0), predictions(1)], "FedBN": [predictions(2), predictions(3)]}
+    table = client_tables(written(tmp_path, frames, {"test/auroc": "AUROC"}))[0]
+    for words in (
+        "± is the standard deviation over seeds.",
+        "An AUROC over several models also measures differences in level between models of different clients.",
+        "these trained models and other test samples, not about other seeds.",
+    ):
+        assert words in table.caption

@@ -5,6 +5,7 @@ are computed from ``test_predictions.csv`` of the runs, with the predictions of 
 Without predictions, they are the values in ``clients.csv``.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -38,7 +39,7 @@ MOST_CLIENTS = 50
 RESAMPLES = 2000
 """Number of resamples of a bootstrap interval with a coverage of 95 %."""
 
-MEAN, WORST = "mean over clients", "worst client"
+ALL, WITHIN, MEAN, WORST = "all samples", "pairs within clients", "mean over clients", "worst client"
 
 _Frames = dict[Any, pd.DataFrame]
 """Predictions of a row's runs, of all folds together, by seed."""
@@ -54,7 +55,9 @@ class ClientTable:
         values: Value of each run, by column and then by row. Rows are clients and means.
         differences: Mean difference with the ends of its interval, by column and then by row.
         units: What a bootstrap draws: ``"samples"`` or ``"subjects"``.
-        remark: Sentence about missing differences, or an empty text.
+        folds: Whether the runs are folds of a cross-validation.
+        logged: Whether the runs have logged the values, which are then means over folds.
+        remark: Sentences about missing values, or an empty text.
     """
 
     metric: str
@@ -62,6 +65,8 @@ class ClientTable:
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     differences: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
     units: str = "samples"
+    folds: bool = False
+    logged: bool = False
     remark: str = ""
 
     @property
@@ -85,14 +90,26 @@ class ClientTable:
     @property
     def caption(self) -> str:
         """Sentences that say what the rows and columns are."""
-        within = " An AUROC over all samples also measures differences in level between clients."
-        interval = f" Differences: 95 % bootstrap interval ({RESAMPLES:,} resamples of {self.units} within each client)."
-        return (
-            f"{self.metric} of the model that each client uses, on its own test samples."
-            + within * (self.metric == "auroc")
-            + interval * bool(self.differences)
-            + f" {self.remark}"
-        ).rstrip()
+        auroc, several = (
+            self.metric == "auroc" and not self.logged,
+            any(len(values) > 1 for rows in self.values.values() for values in rows.values()),
+        )
+        folds = "mean over folds" if self.logged else "all folds together, so that each sample counts once"
+        levels = "clients and of different folds" if self.folds else "clients"
+        sentences = [
+            f"{self.metric} of the model that each client uses, on its own test samples",
+            folds[0].upper() + folds[1:] if self.folds else "",
+            "± is the standard deviation over seeds" if several else "",
+            f"An AUROC over several models also measures differences in level between models of different {levels}"
+            if auroc
+            else "",
+            f"Differences have a 95 % bootstrap interval ({RESAMPLES:,} resamples of {self.units} within each client), which is about "
+            "these trained models and other test samples, not about other seeds"
+            if self.differences
+            else "",
+            self.remark,
+        ]
+        return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
 @lru_cache(maxsize=4)
@@ -113,6 +130,12 @@ def client_tables(results: StudyFrame) -> list[ClientTable]:
     tables += [
         _logged(metric, rows, results) for metric in metrics if metric not in [x.metric for x in tables]
     ]
+    unfinished = [name for name, row in rows.items() if (row.cells["phase"] != "done").any()]
+    for table in tables:
+        table.folds = results.folds is not None
+        if unfinished:
+            more = f"Some runs are not finished: {', '.join(unfinished)}"
+            table.remark = ". ".join(filter(None, [table.remark, more]))
     return [table for table in tables if 0 < len(table.samples) <= MOST_CLIENTS]
 
 
@@ -120,7 +143,11 @@ def _read(row: Row, name: str) -> Iterator[tuple[Any, pd.DataFrame]]:
     for run in row.runs:
         path = Path(run["directory"]) / name
         if run["phase"] == "done" and path.is_file():
-            yield run["seed"], pd.read_csv(path, dtype=str, keep_default_na=False)
+            frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+            column = "client" if "target" in frame else "name"
+            # a client's name must differ from the names of the means
+            names = {name: f'"{name}"' for name in (ALL, WITHIN, MEAN, WORST)}
+            yield run["seed"], frame.assign(**{column: frame[column].replace(names)})
 
 
 def _predictions(row: Row) -> _Frames:
@@ -134,26 +161,28 @@ def _predictions(row: Row) -> _Frames:
 
 def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> ClientTable:
     """Return the table of a metric that is computed from predictions."""
-    first = next(frame for known in frames.values() for frame in known.values())
-    table = ClientTable(metric, first["client"].value_counts().sort_index().to_dict())
+    every = [frame for known in frames.values() for frame in known.values()]
+    first, counts = every[0], pd.concat([frame["client"].value_counts() for frame in every], axis=1)
+    table = ClientTable(metric, counts.max(axis=1).astype(int).sort_index().to_dict())
     smallest = best_is(metric, results.best) != "min"
 
-    def scores(weights: Mapping[str, Array]) -> dict[str, dict[Any, dict[str, Array]]]:
+    def scores(weights: Mapping[str, Array] | None) -> dict[str, dict[Any, dict[str, Array]]]:
         return {
             name: {seed: _scores(metric, frame, weights, smallest) for seed, frame in known.items()}
             for name, known in frames.items()
         }
 
-    points = scores({client: np.ones((1, count)) for client, count in table.samples.items()})
-    rows = next(of_row for known in points.values() for of_row in known.values())
+    points = scores(None)
+    summaries = [ALL, *([WITHIN] if metric == "auroc" else []), MEAN, WORST]
+    rows = [*table.samples, *summaries]
     table.values = {
-        name: {row: [float(x[row][0]) for x in known.values()] for row in rows}
+        name: {row: [float(x[row][0]) for x in known.values() if row in x] for row in rows}
         for name, known in points.items()
     }
     # columns before the prediction: which sample it is, and its target
     same = [*first.columns[: first.columns.get_loc("prediction")]]
-    if any(not frame[same].equals(first[same]) for known in frames.values() for frame in known.values()):
-        table.remark = "No differences: the runs have other test samples."
+    if any(not frame[same].equals(first[same]) for frame in every):
+        table.remark = "No differences, because the runs have different test samples"
         return table
     table.units = "subjects" if "subject" in first else "samples"
     draws, units = np.random.default_rng(0), first.get("subject", pd.Series(range(len(first))))
@@ -174,18 +203,21 @@ def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> 
 
 
 def _scores(
-    metric: str, frame: pd.DataFrame, weights: Mapping[str, Array], smallest: bool
+    metric: str, frame: pd.DataFrame, weights: Mapping[str, Array] | None, smallest: bool
 ) -> dict[str, Array]:
-    """Return the metric ``[B]`` of each row: clients, all samples, and the mean and worst of the clients."""
+    """Return the metric ``[B]`` of each row: clients, all samples, and the mean and worst of the clients.
+
+    Without weights, each sample counts once.
+    """
     parts = {
-        str(name): (Predictions.of(of_client), weights[str(name)])
-        for name, of_client in frame.groupby("client")
+        str(name): (Predictions.of(x), weights[str(name)] if weights else np.ones((1, len(x))))
+        for name, x in frame.groupby("client")
     }
     found = {name: score(metric, [part]) for name, part in parts.items()}
     clients = np.stack([*found.values()])
-    found["all samples"] = score(metric, [*parts.values()])
+    found[ALL] = score(metric, [*parts.values()])
     if metric == "auroc":
-        found["pairs within clients"] = score_within(metric, [*parts.values()])
+        found[WITHIN] = score_within(metric, [*parts.values()])
     defined = clients[:, ~np.isnan(clients).all(0)]
     for name, reduce in ((MEAN, np.nanmean), (WORST, np.nanmin if smallest else np.nanmax)):
         found[name] = np.full(clients.shape[1], np.nan)
@@ -209,22 +241,26 @@ def _pairs(rows: list[str], results: StudyFrame) -> list[tuple[str, str]]:
 
 def _logged(metric: str, rows: Mapping[str, Row], results: StudyFrame) -> ClientTable:
     """Return the table of a metric that the runs have logged, the mean over folds."""
-    table = ClientTable(metric, {})
+    table = ClientTable(metric, {}, logged=True)
     smallest = best_is(metric, results.best) != "min"
     for name, row in rows.items():
+        folds, of_seed = (
+            row.cells["fold"].nunique() or 1,
+            Counter(seed for seed, _ in _read(row, "clients.csv")),
+        )
         values: dict[Any, dict[str, list[float]]] = {}
         for seed, frame in _read(row, "clients.csv"):
             own = (x for x in frame if x.startswith("own_"))  # such as own_auc or own_test/auc
             column = next((x for x in own if x[4:].rpartition("/")[2] == metric), None)
-            if column is None or [*frame["name"]] == [*frame["client"]]:
-                continue  # the clients have no names
+            if column is None or [*frame["name"]] == [*frame["client"]] or of_seed[seed] < folds:
+                continue  # the clients have no names, or a fold is missing
             for client, words in zip(frame["name"], frame[column], strict=True):
                 values.setdefault(seed, {}).setdefault(client, []).append(float(words or "nan"))
         for clients in values.values():
-            of_seed = pd.Series({client: pd.Series(x).mean() for client, x in clients.items()})
-            of_seed[MEAN], of_seed[WORST] = of_seed.mean(), of_seed.min() if smallest else of_seed.max()
+            means = pd.Series({client: pd.Series(x).mean() for client, x in clients.items()})
+            mean, worst = means.mean(), means.min() if smallest else means.max()
             table.samples |= dict.fromkeys(clients, 0)
-            for client, value in of_seed.items():
+            for client, value in [*means.items(), (MEAN, mean), (WORST, worst)]:
                 table.values.setdefault(name, {}).setdefault(str(client), []).append(float(value))
     return table
 

@@ -131,7 +131,7 @@ def clients_figure(table: ClientTable) -> Figure:
     axes, places = figure.subplots(), np.arange(len(rows))
     for number, (name, values) in enumerate(table.values.items()):
         colour, _, marker = look_of(number)
-        means = np.array([np.mean(values.get(row, np.nan)) for row in rows])
+        means = np.array([np.mean(values.get(row) or np.nan) for row in rows])
         shift = 0.7 * ((number + 0.5) / len(table.values) - 0.5)
         axes.plot(means, places + shift, marker, color=colour, markersize=5, label=literal(name))
     for place, row in enumerate(rows):

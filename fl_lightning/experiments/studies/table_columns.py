@@ -24,7 +24,7 @@ A table has this column if another column shows the same metric for the clients'
 _MODELS = {
     "personal": "clients' models",
     "own": "clients' models on own data",
-    "pooled": "clients' models on own data, pooled",
+    "pooled": "clients' models on pooled own data",
 }
 """Names of the models that a metric evaluates.
 
