@@ -68,8 +68,8 @@ def read_table(
             raise ConfigurationError(
                 f"data.columns: {columns} has other keys than except; write {{except: [NAME, ...]}} or [NAME, ...]"
             )
-        names = columns["except"]
-        excepted, columns = [names] if isinstance(names, str) else [*names], None
+        given_names: Any = columns["except"]  # a single name is a list of one, as for targets
+        excepted, columns = [given_names] if isinstance(given_names, str) else [*given_names], None
     left = [name for name in header if name not in (*others, *excepted)]
     used = left if columns is None else [*columns]
     nameless = [name for name in used if not name or name.startswith("Unnamed: ")]
