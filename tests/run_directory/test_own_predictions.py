@@ -153,6 +153,15 @@ def test_numbers_are_predicted_as_values(tmp_path, monkeypatch, methods):
     np.testing.assert_allclose(found["target"], frame.iloc[found["line"] - 2]["outcome"], atol=1e-6)
 
 
+def test_a_pooled_auroc_of_one_class_is_no_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = np.array(["no", "yes"])[np.repeat(np.arange(40) == 0, 3).astype(int)]
+    _, cli, found = fitted(tmp_path, values=values)
+    assert {*found["target"]} == {"no"}
+    assert "test/pooled_accuracy" in cli.model.metrics
+    assert "test/pooled_auroc" not in cli.model.metrics
+
+
 def test_patients_do_not_leave_the_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, cli, _ = fitted(tmp_path, wandb={"mode": "offline"})

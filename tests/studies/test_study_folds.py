@@ -11,7 +11,9 @@ from scipy import stats
 
 from fl_lightning import ConfigurationError, load_study
 from fl_lightning.cli.study import cells_of
+from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.reading import read_study
+from fl_lightning.experiments.studies.study_frame import Chosen
 from fl_lightning.experiments.studies.tables import caption, whole_table
 from fl_lightning.experiments.studies.verdicts import Comparison
 from tests.support.study_frames import study_frame
@@ -113,6 +115,35 @@ def test_a_label_is_chosen_in_each_fold_without_its_test_data(table):
         assert choice.chosen == min(choice.values, key=choice.values.__getitem__)
     used = ", ".join(f"{x:g}" for x in sorted({*row.cells["learning_rate"]}))
     assert whole_table(frame, ["learning rate"])["learning rate"][0] == f"{used}, by validation in each fold"
+
+
+def test_folds_with_different_choices_are_one_row(table):
+    rate = "model.client_optimizer.lr"
+    write_study(
+        axes={"data.fold": "all", rate: [0.001, 0.1]},
+        settings={"data.val_fraction": 0.25},
+        choose=[{"axis": rate, "metric": "val/loss", "extend": 0}],
+    )
+    made = cells()
+    values = {
+        "axis": rate,
+        "at": {},
+        "metric": "val/loss",
+        "values": {},
+        "seed": 1000,
+        "settings": [rate],
+        "extended": [],
+    }
+    choices = [
+        Chosen(by={"data.fold": str(fold)}, chosen=chosen, **values)
+        for fold, chosen in enumerate(("0.001", "0.1", "0.1"))
+    ]
+    frame = collect(made.study, made.table(choices), choices, {})
+    (row,) = frame.rows
+    runs = [*zip(row.cells["fold"], row.cells["seed"], row.cells["learning_rate"], strict=True)]
+    assert runs == [(fold, seed, (0.001, 0.1, 0.1)[fold]) for fold in range(3) for seed in range(2)]
+    shown = whole_table(frame, ["learning rate"])
+    assert shown.to_numpy().tolist() == [["0.001, 0.1, by validation in each fold"]]
 
 
 def test_the_corrected_error_is_that_of_nadeau_and_bengio():
