@@ -19,6 +19,7 @@ from fl_lightning.experiments.studies.figures import clients_figure, pictures
 from tests.support.study_frames import study_frame
 
 GAP = "FedBN \N{MINUS SIGN} BN"
+NAMED = '{"clients": ["named"]}'
 CLIENTS = {"Bergen": 30, "Oslo": 21, "Tromsø": 12, "Vadsø": 3}
 
 
@@ -52,6 +53,7 @@ def written(folder, frames, metrics=METRICS, **more):
             place = folder / f"{method}-{number}"
             place.mkdir(parents=True)
             frame.to_csv(place / "test_predictions.csv", index=False)
+            (place / "partition.json").write_text(NAMED)
             runs.append({"seed": number, "phase": "done", "why": "", "directory": str(place)})
         rows.append({"labels": {"method": method}, "values": {}, "runs": runs})
     return study_frame(rows, {"method": [*frames]}, metrics, **more)
@@ -220,6 +222,7 @@ def test_all_folds_are_scored_together(tmp_path):
         place = tmp_path / f"{fold}"
         place.mkdir()
         part.drop(columns="fold").to_csv(place / "test_predictions.csv", index=False)
+        (place / "partition.json").write_text(NAMED)
         runs.append({"seed": 0, "fold": fold, "phase": "done", "why": "", "directory": str(place)})
     rows = [{"labels": {"method": "BN"}, "values": {}, "runs": runs}]
     metrics = {"test/auroc": "AUROC"}
@@ -250,6 +253,7 @@ def test_without_predictions_the_values_are_those_of_the_runs(tmp_path):
         place.mkdir()
         clients = {"client": [0, 1], "name": ["x", "y"], "own_test/acc": [0.5 + shift, ""]}
         pd.DataFrame(clients | {"own_auc": ["", 0.25]}).to_csv(place / "clients.csv", index=False)
+        (place / "partition.json").write_text(NAMED)
         runs = [{"seed": 0, "phase": "done", "why": "", "directory": str(place)}]
         rows.append({"labels": {"m": method}, "values": {}, "runs": runs})
     tables = client_tables(study_frame(rows, {"m": ["A", "B"]}, {"auc": "AUC", "test/acc": "accuracy"}))
@@ -326,6 +330,7 @@ def test_values_of_incomplete_folds_are_not_shown(tmp_path):
         place.mkdir()
         clients = {"client": [0, 1], "name": ["x", "y"], "own_loss": [0.5 + fold, 1.5]}
         pd.DataFrame(clients).to_csv(place / "clients.csv", index=False)
+        (place / "partition.json").write_text(NAMED)
         runs.append({"seed": 0, "fold": fold, "phase": "done", "why": "", "directory": str(place)})
     rows = [{"labels": {"m": "A"}, "values": {}, "runs": runs}]
     (table,) = client_tables(study_frame(rows, {"m": ["A"]}, {"test/loss": "loss"}, folds=2))
@@ -357,3 +362,14 @@ def test_a_caption_says_what_an_interval_is_about(tmp_path):
         "these trained models and other test samples, not about other seeds.",
     ):
         assert words in table.caption
+
+
+def test_clients_without_names_have_no_table_but_names_may_be_numbers(tmp_path):
+    clients = {"client": [0, 1], "name": ["0", "1"], "own_loss": [0.5, 1.5]}
+    pd.DataFrame(clients).to_csv(tmp_path / "clients.csv", index=False)
+    runs = [{"seed": 0, "phase": "done", "why": "", "directory": str(tmp_path)}]
+    rows = [{"labels": {"m": "A"}, "values": {}, "runs": runs}]
+    for content, count in (('{"clients": ["0", "1"]}', 1), ("{}", 0)):
+        (tmp_path / "partition.json").write_text(content)
+        frame = study_frame(rows, {"m": ["A"]}, {"test/loss": "loss"})
+        assert len(client_tables(frame)) == count

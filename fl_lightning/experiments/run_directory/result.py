@@ -75,3 +75,8 @@ def read_result(path: Path) -> Result:
     raise ConfigurationError(
         f"{path} is not what a finished run writes: {reason}; restore the file or run it again"
     )
+
+
+def has_named_clients(partition: Path) -> bool:
+    """Return whether the clients of a run have names, given its file ``partition.json``."""
+    return partition.is_file() and "clients" in json.loads(partition.read_text())

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from fl_lightning.clients.tasks import best_is
+from fl_lightning.experiments.run_directory.result import has_named_clients
 from fl_lightning.experiments.studies.axis_labels import labels_in_words
 from fl_lightning.experiments.studies.claims import read_claim, read_difference
 from fl_lightning.experiments.studies.client_scores import (
@@ -142,7 +143,7 @@ def client_tables(results: StudyFrame) -> list[ClientTable]:
 def _read(row: Row, name: str) -> Iterator[tuple[Any, pd.DataFrame]]:
     for run in row.runs:
         path = Path(run["directory"]) / name
-        if run["phase"] == "done" and path.is_file():
+        if run["phase"] == "done" and path.is_file() and has_named_clients(path.with_name("partition.json")):
             frame = pd.read_csv(path, dtype=str, keep_default_na=False)
             column = "client" if "target" in frame else "name"
             # a client's name must differ from the names of the means
@@ -252,8 +253,8 @@ def _logged(metric: str, rows: Mapping[str, Row], results: StudyFrame) -> Client
         for seed, frame in _read(row, "clients.csv"):
             own = (x for x in frame if x.startswith("own_"))  # such as own_auc or own_test/auc
             column = next((x for x in own if x[4:].rpartition("/")[2] == metric), None)
-            if column is None or [*frame["name"]] == [*frame["client"]] or of_seed[seed] < folds:
-                continue  # the clients have no names, or a fold is missing
+            if column is None or of_seed[seed] < folds:
+                continue
             for client, words in zip(frame["name"], frame[column], strict=True):
                 values.setdefault(seed, {}).setdefault(client, []).append(float(words or "nan"))
         for clients in values.values():

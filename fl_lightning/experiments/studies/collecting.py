@@ -1,6 +1,5 @@
 """Collection of a study's results from the run directories of its cells."""
 
-import json
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +10,7 @@ from fl_lightning.clients.tasks import best_is
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run_directory.directory import Config
 from fl_lightning.experiments.run_directory.metrics_log import read_metrics
-from fl_lightning.experiments.run_directory.result import Result, metric_values
+from fl_lightning.experiments.run_directory.result import Result, has_named_clients, metric_values
 from fl_lightning.experiments.studies.cells import Cell, CellState
 from fl_lightning.experiments.studies.columns import (
     CELL_COLUMNS,
@@ -116,10 +115,9 @@ def _own_metric(study: Study, cell: Cell, state: CellState) -> str | None:
     own, first = study.metric(cell.labels), next(iter(study.definition.metrics))
     if own or models_of(first) or state.phase != "done" or not state.result or not state.attempt:
         return own
-    own, partition = formatted("own_{}", first), state.attempt.partition
-    if own not in metric_values(state.result) or not partition.exists():
-        return None
-    return own if "clients" in json.loads(partition.read_text()) else None
+    own = formatted("own_{}", first)
+    known = own in metric_values(state.result) and has_named_clients(state.attempt.partition)
+    return own if known else None
 
 
 def _read(
