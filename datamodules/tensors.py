@@ -5,7 +5,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,35 +20,32 @@ from fl_lightning.datamodules.partition_file import FromFile
 from fl_lightning.datamodules.partitions import Natural
 from fl_lightning.datamodules.subjects import Subjects
 from fl_lightning.datamodules.tables import (
-    MISSING,
-    Columns,
     find_categories,
     find_classes,
-    missing_word,
     raw_features,
     read_frame,
     read_table,
     read_targets,
 )
+from fl_lightning.datamodules.tensor_parts import (
+    NAMES,
+    PARTS,
+    check_lengths,
+    checked_tensor,
+    has_classes,
+    is_frame,
+    numbers_of_names,
+    read_parts,
+    rounded,
+    rows_as_bytes,
+    strata_of,
+)
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.files import user_path
-from fl_lightning.models.weights import load_whole
 from fl_lightning.randomness import generator
 from fl_lightning.recorded import describe
 
 Array = Tensor | NDArray[Any]
-_PARTS = (
-    "features",
-    "targets",
-    "groups",
-    "subjects",
-    "test_features",
-    "test_targets",
-    "test_groups",
-    "test_subjects",
-)
-_NAMES = ("groups", "subjects")  # parts whose values are names
-_BINS = 10
 _UNITS = {".csv": "line", ".parquet": "row"}  # words for the place of a sample
 
 
@@ -142,18 +138,18 @@ class TensorData(InMemorySamples):
         check_fold(folds, fold)
         self.folds, self.fold = folds, fold
         parts = features, targets, groups, subjects, test_features, test_targets, test_groups, test_subjects
-        given = dict(zip(_PARTS, parts, strict=True))
+        given = dict(zip(PARTS, parts, strict=True))
         words = None if missing is None else [*map(str, missing)]
         path = Path("DataFrame")
-        if _is_frame(features):
-            of_names = {name: given[name] for name in _NAMES}
+        if is_frame(features):
+            of_names = {name: given[name] for name in NAMES}
             given |= read_table(path, targets, of_names, columns, missing=words, frame=features)
         elif isinstance(features, str | Path):
             path = user_path("data.features", str(features))
-            given = _read(path, given, columns, missing=words)
+            given = read_parts(path, given, columns, missing=words)
         self.preprocessing, self.targets = Preprocessing(impute=impute), dict[str, list[str] | None]()
         self._unit, places, self._group_column = "index", None, groups if isinstance(groups, str) else None
-        if _is_frame(table := given["features"]):
+        if is_frame(table := given["features"]):
             if hint := table.attrs["subject hint"]:
                 self.notes.append(hint)
             categories, decimal = find_categories(path, table, categorical), table.attrs["decimal"]
@@ -165,7 +161,7 @@ class TensorData(InMemorySamples):
             if given["targets"] is not None:
                 self.targets = find_classes(path, given["targets"])
                 texts, given["targets"] = given["targets"], read_targets(path, given["targets"], self.targets)
-                numbered = _has_classes(torch.from_numpy(given["targets"]))
+                numbered = has_classes(torch.from_numpy(given["targets"]))
                 counts = {x: texts[x].value_counts() for x, y in self.targets.items() if y or numbered}
                 self.notes += filter(None, (label_hint(x, "class", y.to_dict()) for x, y in counts.items()))
         elif categorical or words is not None:
@@ -182,14 +178,14 @@ class TensorData(InMemorySamples):
         self.test_fraction = test_fraction
         self.standardize = self.scaled_by_training = standardize
         known = {name: x for name, x in given.items() if x is not None}
-        data = {n: _tensor(f"data.{n}", x, impute) for n, x in known.items() if not n.endswith(_NAMES)}
+        data = {n: checked_tensor(f"data.{n}", x, impute) for n, x in known.items() if not n.endswith(NAMES)}
         named = {name: x for name, x in known.items() if name.endswith("groups")}
-        numbers, self._group_names = _numbered("groups", named, words)
-        of_subjects, self._subject_names = _numbered(
+        numbers, self._group_names = numbers_of_names("groups", named, words)
+        of_subjects, self._subject_names = numbers_of_names(
             "subjects", {name: x for name, x in known.items() if name.endswith("subjects")}, words
         )
         self._data = data | numbers | of_subjects
-        _check_lengths(self._data)
+        check_lengths(self._data)
         self._places = torch.arange(len(self._data["features"])) if places is None else places
         if isinstance(subjects, str):
             self._subject_setting = f"data.subjects {subjects}"
@@ -219,8 +215,8 @@ class TensorData(InMemorySamples):
                 "give data.groups, or use data.partition: FromFile"
             )
         given_targets = [self._data[name] for name in ("targets", "test_targets") if name in self._data]
-        every = torch.cat([_strata(x) for x in given_targets])
-        if _has_classes(self._data["targets"]):
+        every = torch.cat([strata_of(x) for x in given_targets])
+        if has_classes(self._data["targets"]):
             lowest, highest = int(every.min()), int(every.max())
             if lowest != 0 or highest >= len(every):
                 raise ConfigurationError(
@@ -230,13 +226,13 @@ class TensorData(InMemorySamples):
             self.num_classes = highest + 1
         self.input_shape = self._data["features"].shape[1:]
         kinds = [x.dtype for name, x in self._data.items() if "features" in name]
-        self.preprocessing.dtype = _rounded(reduce(torch.promote_types, kinds))
+        self.preprocessing.dtype = rounded(reduce(torch.promote_types, kinds))
         self.in_features = self.preprocessing.inputs(self._data["features"][:1]).numel()
 
     def facts(self) -> dict[str, Any]:
         """Return what a trained model needs of its data, with the fitted preprocessing."""
         targets = self._data["targets"]
-        kind = {"target_dtype": _rounded(targets.dtype), "target_shape": [*targets.shape[1:]]}
+        kind = {"target_dtype": rounded(targets.dtype), "target_shape": [*targets.shape[1:]]}
         return {
             **super().facts(),
             "normalize": vars(self.preprocessing),
@@ -251,14 +247,16 @@ class TensorData(InMemorySamples):
         preprocessing = Preprocessing(**known.normalize)
         if path.suffix in (".csv", ".parquet") and not preprocessing.columns:
             raise ConfigurationError(f"{path} is a table, but the run's data are arrays; give .npz or .pt")
-        given = {**dict.fromkeys(_PARTS), "targets": [*known.targets] or None}
+        given = {**dict.fromkeys(PARTS), "targets": [*known.targets] or None}
         rules = preprocessing.decimal, preprocessing.missing
-        read = _read(path, given, preprocessing.columns or None, labelled, *rules)
+        read = read_parts(path, given, preprocessing.columns or None, labelled, *rules)
         places, unit = None, _UNITS.get(path.suffix, "index")
         if unit != "index":
             table = read["features"]
             places, read["features"] = table.index.to_list(), raw_features(preprocessing, table, path)
-        features = _tensor(f"{path}: features", read["features"], preprocessing.impute, preprocessing.dtype)
+        features = checked_tensor(
+            f"{path}: features", read["features"], preprocessing.impute, preprocessing.dtype
+        )
         if (shape := [*features.shape[1:]]) != known.input_shape:
             raise ConfigurationError(
                 f"{path}: samples have the shape {shape}, but {known.input_shape} in the run; give the features of the run, in their order"
@@ -268,7 +266,7 @@ class TensorData(InMemorySamples):
             of_run = {x: names or known.class_names for x, names in known.targets.items()}
             read["targets"] = read_targets(path, read["targets"], of_run)
         if labelled:
-            targets = _tensor(f"{path}: targets", read["targets"], None, known.target_dtype)
+            targets = checked_tensor(f"{path}: targets", read["targets"], None, known.target_dtype)
             if (shape := [len(features), *known.target_shape]) != [*targets.shape]:
                 raise ConfigurationError(
                     f"{path}: targets have the shape {[*targets.shape]}, but {shape} as in the run; give a target for each sample"
@@ -287,10 +285,10 @@ class TensorData(InMemorySamples):
     def is_training_sample(self, samples: NewSamples) -> list[bool]:
         """Return whether each sample of a file equals a training sample in all features and its target."""
         parts, trained = self._split(), torch.unique(torch.cat(self.distribution.clients))
-        known = {*_rows(parts["features"][trained], parts["targets"][trained])}
+        known = {*rows_as_bytes(parts["features"][trained], parts["targets"][trained])}
         assert samples.targets is not None
         features = samples.inputs(slice(None)).to(parts["features"].dtype)
-        return [row in known for row in _rows(features, samples.targets)]
+        return [row in known for row in rows_as_bytes(features, samples.targets)]
 
     def class_histograms(self) -> list[list[int]]:
         """Return ``[i][c]``, the number of samples of class c at client i.
@@ -303,7 +301,7 @@ class TensorData(InMemorySamples):
         self.loaded = digest(self._data)
         parts = self._split()
         self._place_of = torch.cat([parts["places"], parts["test_places"]])
-        strata = [_strata(parts[name]) for name in ("targets", "test_targets")]
+        strata = [strata_of(parts[name]) for name in ("targets", "test_targets")]
         subjects = None
         if "subjects" in parts:
             of = torch.cat([parts["subjects"], parts["test_subjects"]])
@@ -322,7 +320,7 @@ class TensorData(InMemorySamples):
         data = {**self._data, "places": self._places}
         if "test_targets" in data:
             return data | {"test_places": torch.arange(len(data["test_targets"]))}
-        strata, draws = _strata(data["targets"]), generator(0, "tensor test split")
+        strata, draws = strata_of(data["targets"]), generator(0, "tensor test split")
         if self.folds is not None:
             return _divided(data, self._fold(strata, data))
         size, unit = len(strata), "samples"
@@ -401,132 +399,3 @@ class ScikitLearn(TensorData):
         self.table = table
         if self.num_classes is not None:
             self.class_names = [str(name) for name in loaded.target_names]
-
-
-def _is_frame(given: Any) -> bool:
-    """Return whether a value is a ``pandas.DataFrame``, without an import of pandas."""
-    return hasattr(given, "iterrows")
-
-
-def _read(
-    path: Path,
-    given: Mapping[str, Any],
-    columns: Columns,
-    labelled: bool = True,
-    decimal: str | None = None,
-    missing: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    kinds = ".csv, .parquet, .npz or .pt"
-    if path.suffix not in (".csv", ".parquet", ".npz", ".pt"):
-        raise ConfigurationError(f"data.features: {path} has no known ending; use {kinds}")
-    if not path.is_file():
-        raise ConfigurationError(f"data.features: {path} does not exist; give a {kinds} file")
-    if path.suffix in (".csv", ".parquet"):
-        targets = given["targets"] if labelled else None
-        names = {name: given[name] for name in _NAMES}
-        return {**given, **read_table(path, targets, names, columns, decimal, missing)}
-    try:
-        content: Any = (
-            dict(np.load(path, allow_pickle=False)) if path.suffix == ".npz" else load_whole("file", path)
-        )
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigurationError(f"data.features: {path} cannot be read: {error}") from error
-    needed = _PARTS[: 1 + labelled]
-    if not isinstance(content, Mapping) or not {*needed} <= content.keys():
-        raise ConfigurationError(f"data.features: {path} holds no {' and '.join(needed)}; write both by name")
-    for name in _PARTS[1:]:
-        if name in content and given[name] is not None:
-            raise ConfigurationError(f"data.{name}: {path} holds {name}; leave data.{name} out")
-    return {**given, **{name: content[name] for name in _PARTS if name in content}}
-
-
-def _tensor(name: str, given: Any, impute: str | None, dtype: str | None = None) -> Tensor:
-    """Return targets as a tensor of the type in the run, and features as a tensor of their own type.
-
-    Args:
-        name: Name for messages.
-        given: Tensor, array or list.
-        impute: Strategy for missing features. None: they are refused.
-        dtype: Type in the run. Default: int64 for integers ``[N]``, float32 for float64, otherwise
-            the type of ``given``.
-
-    Raises:
-        ConfigurationError: ``given`` is no tensor, or a value is not finite, or changes, in the
-            type of the run.
-    """
-    try:
-        tensor = torch.as_tensor(np.asarray(given) if isinstance(given, list | tuple) else given).detach()
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{name}: {type(given).__name__} is no tensor or array: {error}") from error
-    is_features = name.endswith("features")
-    dtype = dtype or ("int64" if _has_classes(tensor) else _rounded(tensor.dtype))
-    converted = tensor.to(getattr(torch, dtype))
-    if converted.is_floating_point():
-        missing = tensor.isnan() if is_features and impute is not None else False
-        wrong, what = ~(converted.isfinite() | missing), "not finite in"
-    else:
-        wrong, what = converted.to(tensor.dtype) != tensor, "no value of"
-    for place in wrong.nonzero()[:1].tolist():
-        raise ConfigurationError(
-            f"{name}: the value {tensor[tuple(place)].item()} at {place} is {what} {dtype}; correct it, leave the sample out, or set "
-            "data.impute for features that are NaN"
-        )
-    return tensor if is_features else converted
-
-
-def _rows(features: Tensor, targets: Tensor) -> list[bytes]:
-    """Return each sample's features and target as bytes."""
-    return [x.numpy().tobytes() + y.numpy().tobytes() for x, y in zip(features, targets, strict=True)]
-
-
-def _rounded(kind: torch.dtype) -> str:
-    """Return the name of the type of inputs or targets: float32 for float64."""
-    return str(torch.float32 if kind == torch.float64 else kind).removeprefix("torch.")
-
-
-def _check_lengths(data: Mapping[str, Tensor]) -> None:
-    for split in ("", "test_"):
-        names = [f"{split}{part}" for part in ("features", "targets", *_NAMES)]
-        sizes = {name: len(data[name]) for name in names if name in data}
-        if sizes and (not {*names[:2]} <= sizes.keys() or len({*sizes.values()}) > 1 or 0 in sizes.values()):
-            counts = ", ".join(f"data.{name}: {size} samples" for name, size in sizes.items())
-            raise ConfigurationError(
-                f"{counts}; give features and targets, and groups and subjects if there are any, of the same samples"
-            )
-
-
-def _numbered(
-    kind: str, groups: Mapping[str, Any], missing: Sequence[str] | None
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Replace groups or subjects by numbers.
-
-    Args:
-        kind: ``"groups"`` or ``"subjects"``.
-        groups: Groups of training samples, and of test samples, by name.
-        missing: Words for missing values. None: the built-in words.
-
-    Returns:
-        The numbers by name, and the name of each number.
-    """
-    if not groups:
-        return {}, []
-    parts = [np.asarray(x) for x in groups.values()]
-    names, numbers = np.unique(np.concatenate(parts), return_inverse=True)
-    if (word := missing_word(names, missing)) is not None:
-        raise ConfigurationError(f"data.{kind}: one {kind[:-1]} is {word or 'empty'}, {MISSING}")
-    split = torch.split(torch.from_numpy(numbers).long(), [len(part) for part in parts])
-    return dict(zip(groups, split, strict=True)), [*map(str, names)]
-
-
-def _has_classes(targets: Tensor) -> bool:
-    return targets.dim() == 1 and not targets.is_floating_point()
-
-
-def _strata(targets: Tensor) -> Tensor:
-    """Return the class of each sample for a partition, int64 ``[N]``."""
-    if _has_classes(targets):
-        return targets
-    if targets.dim() > 1:
-        return torch.zeros(len(targets), dtype=torch.int64)
-    edges = torch.quantile(targets.double(), torch.linspace(0, 1, _BINS + 1, dtype=torch.float64)[1:-1])
-    return torch.bucketize(targets.double(), edges)
