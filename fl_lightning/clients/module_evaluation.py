@@ -144,7 +144,7 @@ class ModuleEvaluation(ServerEvaluation):
         return self._step(batch, batch_idx, loader if len(self._limits) > 1 else None)
 
     def is_defined(self, name: str) -> bool:
-        """Return whether a client has the logged value. An undefined metric, such as an AUROC, is none."""
+        """Return whether a client has the logged value. A metric such as an AUROC may have no value."""
         return any(part.get(name) is not None for part in self._parts)
 
     def finish(self) -> dict[str, float]:

@@ -193,7 +193,8 @@ class VariantEvaluation(FederatedCallback):
                 return ClientResult({})
             tensors = adapted_state(pl_module, adapt, loader, name, client)
             evaluate = partial(self.evaluate, pl_module, tensors)
-            return evaluate_client(pl_module, client, split, evaluate, tensors=tensors)
+            result = evaluate_client(pl_module, client, split, evaluate, tensors=tensors)
+            return result._replace(entries={})  # ranks need not exchange what is not pooled
 
         evaluated = pl_module.ranks.map(own, range(pl_module.data.num_clients))
         pl_module.record.diverge(pl_module.trainer.global_step, any(x.diverged for x in evaluated))

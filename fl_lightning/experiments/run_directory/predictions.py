@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 4
-_MOST_OUTPUTS = 100  # of a sample in test_predictions.csv
+_MOST_OUTPUTS = 100  # for each sample in test_predictions.csv
 _NO_ROWS = "predict: the outputs are no tensors with a row for each sample, all of one shape; return such tensors from predict_step"
 _IGNORED = 255  # label that the picture shows in black
 
@@ -145,8 +145,8 @@ def write_rows(
 def write_own_predictions(path: Path, module: FederatedModule) -> None:
     """Write a line for each of the clients' own test samples: place, client, target and prediction.
 
-    Nothing is written if the clients have no names, if no observer has evaluated their models, or if
-    a sample has several targets.
+    There is no file if the clients have no names, if no observer has evaluated their models, or if a
+    sample has several targets or more than 100 outputs.
 
     Args:
         path: The CSV file, ``test_predictions.csv``.

@@ -227,7 +227,7 @@ def _scores(
 
 
 def _pairs(rows: list[str], results: StudyFrame) -> list[tuple[str, str]]:
-    """Return the columns to compare: those of the claims and the difference, else all with the first."""
+    """Return the pairs of columns in claims and ``difference``. Default: each column with the first."""
     read = [read_claim(claim.claim, results.known) for claim in results.claims]
     read += [read_difference(results.difference, results.known)] if results.difference else []
     axes = shown_axes(results)

@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
         low: The claim is that the mean is above this bound: 0 for an ordering, the negative margin
             for an equality.
         high: The claim is that the mean is below this bound: infinite for an ordering.
-        unit: What ``pairs`` counts.
+        of_folds: Whether ``pairs`` counts folds, which share training samples.
     """
 
     mean: float
@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
     pairs: int
     low: float
     high: float
-    unit: str = "pairs"
+    of_folds: bool = False
 
     @classmethod
     def of(
@@ -68,10 +68,10 @@ class Comparison(NamedTuple):
     ) -> "Comparison":
         """Return the comparison, given the differences between runs with equal seeds.
 
-        Differences of K folds are not independent, because the folds share training samples. Their
-        mean has the variance (1/n + 1/(K - 1)) s^2, where s^2 is the sample variance of the n
-        differences, and 1/(K - 1) is the ratio of test and training samples (Nadeau and Bengio,
-        "Inference for the generalization error", Machine Learning 52, 2003, section 5).
+        Folds share training samples, so differences of K folds are not independent. The variance of
+        their mean is then (1/n + 1/(K - 1)) s^2. Here s^2 is the sample variance of the n
+        differences, and 1/(K - 1) is the ratio of test and training samples. See Nadeau and Bengio,
+        "Inference for the generalization error", Machine Learning 52, 2003, section 5.
 
         If there are only two differences and they are equal, they count as one. They can be equal
         by chance, because accuracies are multiples of 1 / (number of test samples). Their standard
@@ -82,8 +82,7 @@ class Comparison(NamedTuple):
         shared = 1 / (folds - 1) if folds else 0
         error = statistics.stdev(differences) * (1 / n + shared) ** 0.5 if n > 1 else inf
         low, high = (0.0, inf) if margin is None else (-margin, margin)
-        unit = "folds, which share training samples" if folds else "pairs"
-        return cls(statistics.mean(differences), error, n, low, high, unit)
+        return cls(statistics.mean(differences), error, n, low, high, bool(folds))
 
     @property
     def p_for(self) -> float:
@@ -135,7 +134,8 @@ class Comparison(NamedTuple):
             return f"difference {self.mean:+.3f} in one pair{small}"
         half = self.half_width(level)
         interval = f"{self.mean - half:+.3f} to {self.mean + half:+.3f}"
-        return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} {self.unit}"
+        unit = "folds, which share training samples" if self.of_folds else "pairs"
+        return f"mean difference {self.mean:+.3f}, interval {interval}, {self.pairs} {unit}"
 
 
 def p_of(tests: Sequence[Comparison]) -> float | None:
@@ -288,7 +288,7 @@ def _verdict(text: str, tests: Sequence[Comparison], reason: str, level: float) 
         return verdict
     decides = max(test.half_width(level) for test in several)
     what = "a difference" if tests[0].high == inf else "a margin"
-    words += f"; these {'folds' if 'folds' in tests[0].unit else 'seeds'} can decide {what} of {decides:.3f} or more"
+    words += f"; these {'folds' if tests[0].of_folds else 'seeds'} can decide {what} of {decides:.3f} or more"
     return replace(verdict, words=words, decides=decides)
 
 
