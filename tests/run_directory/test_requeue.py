@@ -103,3 +103,18 @@ def test_auto_says_when_it_leaves_another_run_of_the_same_name_alone(capsys):
     assert line in capsys.readouterr().out
     run("--trainer.max_epochs", 1, "--ckpt_path", "auto", "--name", "of-no-other")
     assert "auto" not in capsys.readouterr().out
+
+
+def test_auto_resumes_no_attempt_of_another_number_of_rounds(capsys):
+    """Milestones and the decay of learning rates depend on the number of planned rounds."""
+    short = run("--trainer.max_epochs", 2).attempt
+    capsys.readouterr()
+    whole = run("--trainer.max_epochs", 4, "--ckpt_path", "auto").attempt
+    line = (
+        f"{short.checkpoints}/last.ckpt is of a run planned for 2 rounds, not 4: --ckpt_path auto ignores it"
+    )
+    assert line in capsys.readouterr().out
+    assert not whole.path.samefile(short.path)
+    assert [row["round"] for row in rows(whole)] == [0, 1, 2, 3, 4]
+    assert run("--trainer.max_epochs", 4, "--ckpt_path", "auto").attempt.path.samefile(whole.path)
+    assert run("--trainer.max_epochs", 2, "--ckpt_path", "auto").attempt.path.samefile(short.path)

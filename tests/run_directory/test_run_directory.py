@@ -142,7 +142,9 @@ def test_last_names_a_checkpoint_of_the_same_run_name_under_another_hash(run):
         ConfigurationError, match=r"'last' found no last\.ckpt in .*0123abcd-s0; give the path"
     ):
         find_checkpoint(run, "last")
+    older = add_checkpoint(RunDirectory(run.root, "00000000-s0").new_attempt())
     other = add_checkpoint(RunDirectory(run.root, "89abcdef-s0").new_attempt())
+    os.utime(older, (1, 1))
     with pytest.raises(ConfigurationError, match=rf"give {other}, of another seed or other settings"):
         find_checkpoint(run, "last")
 
