@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isnan
+from typing import Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from fl_lightning import Classification, FederatedModule, Report, Table, Task
+from fl_lightning import Classification, FederatedDataModule, FederatedModule, Report, Table, Task
 from fl_lightning.methods import (
     ClientResult,
     Drawing,
@@ -56,8 +57,9 @@ class ClientEvaluation(Report, Observer):
 
     q-FFL has the same measures (Li et al., "Fair resource allocation in federated learning",
     ICLR 2020, Table 1). After the run, ``clients.csv`` and ``clients.png`` have each client's name,
-    numbers of training, validation and test samples, and values of the last evaluation. W&B shows
-    them as well. For clients with names and own test data, ``test_predictions.csv`` has a line for
+    numbers of training, validation and test samples, and values of the last evaluation. An unknown
+    number is empty: the samples of your own data modules are counted when they are evaluated. W&B
+    shows the table and the picture as well. For clients with names and own test data, ``test_predictions.csv`` has a line for
     each test sample, with the prediction of the model that its client uses. W&B does not get it.
 
     After the final test of a classification, ``calibration.csv`` and ``calibration.png`` have the
@@ -78,6 +80,7 @@ class ClientEvaluation(Report, Observer):
 
     def __init__(self) -> None:
         self.values: dict[int, dict[str, float]] = {}
+        self._counted: dict[str, list[int | Literal[""]]] = {}  # by split, in the evaluations so far
         self._outputs: dict[int, Sequence[tuple[Tensor, Tensor]]] = {}
         self._personal: PersonalEvaluation | None = None
         self._names: Sequence[str] = ()
@@ -110,8 +113,10 @@ class ClientEvaluation(Report, Observer):
         data = pl_module.data
         self._has_names = bool(data.client_names)
         self._measured = [name for name, x in pl_module.evaluation.metrics.items() if not isnan(x)]
+        self._counted[split] = ["" if result.samples is None else result.samples for result in results]
         self._samples = [
-            [data.num_examples(x), *(data.own_size(x, part) for part in ("val", "test"))] for x in clients
+            [data.num_examples(x), *(self._own_size(data, x, part) for part in ("val", "test"))]
+            for x in clients
         ]
         self._main = main_metric(pl_module.task, values)
         self._task, self._classes = pl_module.task, data.class_names or ()
@@ -122,6 +127,10 @@ class ClientEvaluation(Report, Observer):
             pl_module.log(pl_module.client.metric_name(split, name), value)
 
     on_test_epoch_end = on_validation_epoch_end  # type: ignore[assignment]  # narrows pl_module
+
+    def _own_size(self, data: FederatedDataModule, client: int, split: str) -> int | Literal[""]:
+        known = data.own_size(client, split)
+        return self._counted[split][client] if known == "" and split in self._counted else known
 
     def _evaluate(self, pl_module: FederatedModule, client: int, split: str, keep: bool) -> ClientResult:
         with pl_module.trainer.precision_plugin.val_step_context():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fl_lightning.batch_norm.layers import batch_norm_layers, explain_batch_of_one, watching_inputs
 from fl_lightning.batch_norm.moments import merge_, moments
@@ -103,12 +104,15 @@ class ClientResult(NamedTuple):
         diverged: Whether an output was not finite.
         entries: Results of the batches, from which :func:`pooled_metrics` computes.
         outputs: Scores and targets of each batch; empty unless they are kept.
+        samples: Number of samples, counted in the first tensor of each batch; None if a batch has
+            no tensor.
     """
 
     metrics: Mapping[str, float]
     diverged: bool = False
     entries: Entries = {}  # noqa: RUF012  # never changed
     outputs: Sequence[tuple[Tensor, Tensor]] = ()
+    samples: int | None = 0
 
 
 def evaluate_client(
@@ -137,15 +141,18 @@ def evaluate_client(
     evaluation.kept_outputs = [] if keep else None
     with seeded(derive_seed(pl_module.seed, "own evaluation", client)), pl_module.client.apart(tensors):
         loader = pl_module.data.own_dataloader(client, split)
-        has_data = False
+        sizes: list[int | None] = []
         for batch in every_batch(() if loader is None else loader):
+            tensors_of_batch = (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim())
+            sizes.append(next(map(len, tensors_of_batch), None))
             evaluate(copied(pl_module.on_device(batch)), evaluation)
-            has_data = True
-        known = evaluation.finish() if has_data else {}
+        known = evaluation.finish() if sizes else {}
     if loader is not None:
         if not evaluation.diverged:
             known = {name: x for name, x in known.items() if not isnan(x) or evaluation.is_defined(name)}
-        return ClientResult(known, evaluation.diverged, evaluation.entries, evaluation.kept_outputs or ())
+        samples = None if None in sizes else sum(size or 0 for size in sizes)
+        kept = evaluation.kept_outputs or ()
+        return ClientResult(known, evaluation.diverged, evaluation.entries, kept, samples)
     histograms = pl_module.data.class_histograms()
     accuracy = weighed_accuracy(class_quality, histograms[client] if histograms else ())
     return ClientResult({} if accuracy is None else {pl_module.task.class_metric: accuracy})

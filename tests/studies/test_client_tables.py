@@ -174,7 +174,22 @@ def test_intervals_are_those_of_a_paired_bootstrap(tmp_path, metric, subjects):
             assert mean == pytest.approx(np.mean(at_once[:2]) - np.mean(at_once[2:]), abs=1e-9)
     assert table.units == ("subjects" if subjects else "samples")
     assert f"2,000 resamples of {table.units} within each client" in table.caption
+    for name, of_seeds in frames.items():
+        for row, (low, high) in table.intervals[name].items():
+            if row in gaps:  # clients and all samples
+                clients = [row] if row in CLIENTS else [*CLIENTS]
+                each = [score(metric, part_of(frame, clients, weights)) for frame in of_seeds]
+                ends = np.nanquantile(np.mean(each, axis=0), [0.025, 0.975])
+                assert (low, high) == pytest.approx([*ends], abs=1e-9)
+                assert f"({low:.3f} to {high:.3f})" in cell(table, row, name)
+    assert "all samples" in table.intervals["BN"]
     assert "worst client" not in table.differences[GAP]
+    assert "worst client" not in table.intervals["BN"]
+
+
+def cell(table, row, column):
+    frame = table.frame().set_index("client (test samples)")
+    return frame.loc[table.rows[row], column]
 
 
 def select(frame, clients):
@@ -211,7 +226,8 @@ def test_other_test_samples_are_not_compared(tmp_path):
     other.loc[0, "line"] = 500
     (table, *_) = client_tables(written(tmp_path, {"BN": [predictions(0)], "FedBN": [other]}))
     assert not table.differences
-    assert "No differences, because the runs have different test samples." in table.caption
+    assert not table.intervals
+    assert "No intervals and differences, because the runs have different test samples." in table.caption
 
 
 def test_all_folds_are_scored_together(tmp_path):

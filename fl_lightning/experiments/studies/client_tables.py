@@ -54,6 +54,7 @@ class ClientTable:
         metric: Name of the metric.
         samples: Number of test samples of each client, by name; 0 if unknown.
         values: Value of each run, by column and then by row. Rows are clients and means.
+        intervals: Ends of the interval of the mean value, by column and then by row.
         differences: Mean difference with the ends of its interval, by column and then by row.
         units: What a bootstrap draws: ``"samples"`` or ``"subjects"``.
         folds: Whether the runs are folds of a cross-validation.
@@ -64,6 +65,7 @@ class ClientTable:
     metric: str
     samples: dict[str, int]
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    intervals: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     differences: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
     units: str = "samples"
     folds: bool = False
@@ -82,7 +84,9 @@ class ClientTable:
         table = pd.DataFrame({"client (test samples)": [*rows.values()]})
         for name, values in self.values.items():
             known = ([x for x in values.get(row, ()) if not isnan(x)] for row in rows)
-            table[name] = [*map(mean_and_deviation, known)]
+            ends = self.intervals.get(name, {})
+            intervals = [" ({:.3f} to {:.3f})".format(*ends[row]) if row in ends else "" for row in rows]
+            table[name] = [mean_and_deviation(x) + words for x, words in zip(known, intervals, strict=True)]
         for name, found in self.differences.items():
             words = {row: "{:+.3f} ({:+.3f} to {:+.3f})".format(*x) for row, x in found.items()}
             table[name] = [words.get(row, "") for row in rows]
@@ -104,9 +108,9 @@ class ClientTable:
             f"An AUROC over several models also measures differences in level between models of different {levels}"
             if auroc
             else "",
-            f"Differences have a 95 % bootstrap interval ({RESAMPLES:,} resamples of {self.units} within each client), which is about "
+            f"In parentheses: 95 % bootstrap intervals ({RESAMPLES:,} resamples of {self.units} within each client), which are about "
             "these trained models and other test samples, not about other seeds"
-            if self.differences
+            if self.intervals
             else "",
             self.remark,
         ]
@@ -183,12 +187,16 @@ def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> 
     # columns before the prediction: which sample it is, and its target
     same = [*first.columns[: first.columns.get_loc("prediction")]]
     if any(not frame[same].equals(first[same]) for frame in every):
-        table.remark = "No differences, because the runs have different test samples"
+        table.remark = "No intervals and differences, because the runs have different test samples"
         return table
     table.units = "subjects" if "subject" in first else "samples"
     draws, units = np.random.default_rng(0), first.get("subject", pd.Series(range(len(first))))
     of_client = {client: units[first["client"] == client].to_numpy() for client in table.samples}
     drawn = scores({client: resamples(x, RESAMPLES, draws) for client, x in of_client.items()})
+    rows.remove(WORST)  # the worst of resampled clients is biased
+    for name, of_seeds in drawn.items():
+        means = {row: np.mean([x[row] for x in of_seeds.values()], axis=0) for row in rows if of_seeds}
+        table.intervals[name] = {row: _ends(x) for row, x in means.items() if not np.isnan(x).all()}
     for more, less in _pairs([*frames], results):
         seeds = [seed for seed in frames[more] if seed in frames[less]]
         for row in rows if seeds else ():
@@ -196,11 +204,16 @@ def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> 
                 np.mean([known[more][x][row] - known[less][x][row] for x in seeds], axis=0)
                 for known in (points, drawn)
             )
-            if row != WORST and not isnan(mean[0]):
-                low, high = np.nanquantile(gaps, [0.025, 0.975])
+            if not isnan(mean[0]):
                 name = f"{more} \N{MINUS SIGN} {less}"
-                table.differences.setdefault(name, {})[row] = (float(mean[0]), float(low), float(high))
+                table.differences.setdefault(name, {})[row] = (float(mean[0]), *_ends(gaps))
     return table
+
+
+def _ends(resampled: Array) -> tuple[float, float]:
+    """Return the ends of the 95 % percentile interval."""
+    low, high = np.nanquantile(resampled, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def _scores(
