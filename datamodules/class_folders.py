@@ -117,11 +117,8 @@ class ClassFolders:
 
     Args:
         data_dir: The folder that holds either ``train`` and ``test``, or the class folders.
-        test_fraction: Share of each class's images, in (0, 1), that becomes the test set. Set this
-            share only if ``data_dir`` directly holds the class folders.
-        subjects: Pattern of the subject in a file's path. All images of a subject are then in the
-            training set, or in the test set. None: each image is a subject.
-        root: Folder below which the path is matched. Default: ``data_dir``.
+        drawn_by: Setting by which the test images are drawn, such as ``"folds=5"``. ``data_dir`` then
+            holds the class folders. Default: ``data_dir`` holds ``train`` and ``test``.
 
     Attributes:
         classes: Names of the class folders in alphabetical order. A label is an index in this list.
@@ -130,29 +127,19 @@ class ClassFolders:
         ConfigurationError: The folder is missing or has another layout.
     """
 
-    def __init__(
-        self,
-        data_dir: Path,
-        test_fraction: float | None = None,
-        subjects: str | None = None,
-        root: Path | None = None,
-    ) -> None:
-        self.data_dir, self.test_fraction = data_dir, test_fraction
-        self.subjects, self.root = subjects, root
-        self.layout = LAYOUT if test_fraction is None else "<class>/*.jpg"
-        self.train_folder = data_dir / "train" if test_fraction is None else data_dir
+    def __init__(self, data_dir: Path, drawn_by: str = "") -> None:
+        self.data_dir, self.drawn_by = data_dir, drawn_by
+        self.layout = "<class>/*.jpg" if drawn_by else LAYOUT
+        self.train_folder = data_dir if drawn_by else data_dir / "train"
         self.classes = self._class_names()
-        self.test_folder = self._test_folder() if test_fraction is None else data_dir
+        self.test_folder = data_dir if drawn_by else self._test_folder()
 
-    def images(
-        self, classes: Sequence[str] | None = None, split: torch.Generator | None = None
-    ) -> tuple[ClassImages, ClassImages]:
-        """Return the training images and the test images.
+    def images(self, classes: Sequence[str] | None = None) -> tuple[ClassImages, ClassImages]:
+        """Return the training images and the test images; all images twice if they are not yet drawn.
 
         Args:
             classes: All classes in the order of the labels. The folder may lack some of them.
                 None: the folder's classes.
-            split: Random number generator that draws the test set if ``test_fraction`` is set.
 
         Raises:
             ConfigurationError: A class has no training image, or there is no test image.
@@ -160,33 +147,44 @@ class ClassFolders:
         places = (x.relative_to(self.data_dir) for x in (self.train_folder, self.test_folder))
         train, test = ([str(place / name) for name in classes or self.classes] for place in places)
         images = find_images(self.data_dir, train, self.layout)
-        if self.test_fraction is None:
-            test_images = find_images(self.data_dir, test)
-            if not len(test_images):
-                raise wrong_layout(self.data_dir, f"image in {self.test_folder.name}/", self.layout)
-            return images, test_images
-        names = None if self.subjects is None else images.subjects(self.subjects, self.root)
-        size, unit = (len(images), "image") if names is None else (len({*names}), "subject")
-        count = round(self.test_fraction * size)
+        if self.drawn_by:
+            return images, images
+        test_images = find_images(self.data_dir, test)
+        if not len(test_images):
+            raise wrong_layout(self.data_dir, f"image in {self.test_folder.name}/", self.layout)
+        return images, test_images
+
+    def drawn(
+        self, images: ClassImages, share: float, names: Sequence[str], draws: torch.Generator
+    ) -> Tensor:
+        """Draw a share of the images, or of their subjects, stratified by class; return a mask.
+
+        Args:
+            images: All images.
+            share: The share, in (0, 1).
+            names: Subject of each image. Empty: each image is a subject.
+            draws: Random number generator of the draw.
+
+        Raises:
+            ConfigurationError: The share takes no image, or all.
+        """
+        size, unit = (len({*names}), "subject") if names else (len(images), "image")
+        count = round(share * size)
         if not 0 < count < size:
-            both = f"for both training and test with test_fraction={self.test_fraction}"
+            both = f"for both training and test with test_fraction={share}"
             raise wrong_layout(self.data_dir, f"{unit} {both}", self.layout)
-        draws = split or torch.default_generator
-        if names is None:
-            drawn = balanced_subset(images.labels, count, draws)
+        every = torch.arange(len(images))
+        if names:
+            taken = Subjects.of_names(names, images.labels).subset(every, share, draws)
         else:
-            subjects = Subjects.of_names(names, images.labels)
-            drawn = subjects.subset(torch.arange(len(images)), self.test_fraction, draws)
-        is_test = torch.zeros(len(images), dtype=torch.bool)
-        is_test[drawn] = True
-        return images.part(~is_test), images.part(is_test)
+            taken = balanced_subset(images.labels, count, draws)
+        return torch.isin(every, taken)
 
     def _class_names(self) -> list[str]:
         names, train = subfolders(self.train_folder), self.train_folder
-        if self.test_fraction is not None and "train" in names:
+        if self.drawn_by and "train" in names:
             raise ConfigurationError(
-                f"test_fraction={self.test_fraction} splits class folders, but data_dir={self.data_dir} holds train/; leave "
-                "test_fraction out"
+                f"{self.drawn_by} splits class folders, but data_dir={self.data_dir} holds train/; leave {self.drawn_by.partition('=')[0]} out"
             )
         if not names:
             place = "" if train == self.data_dir else " in train/"

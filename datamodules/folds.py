@@ -10,9 +10,9 @@ from fl_lightning.errors import ConfigurationError, counted
 
 
 def folds_of_samples(
-    labels: Tensor, clients: Tensor, names: Sequence[str], subjects: Tensor | None, folds: int
-) -> tuple[Tensor, str]:
-    """Return the fold in which each sample is a test sample, with a note about small clients.
+    labels: Tensor, clients: Tensor, names: Sequence[str], subjects: Tensor | None, folds: int, fold: int
+) -> tuple[Tensor, list[str]]:
+    """Return the fold in which each sample is a test sample, with notes.
 
     scikit-learn's ``StratifiedGroupKFold`` divides the subjects of each client; without subjects,
     ``StratifiedKFold`` divides its samples. The draw is the same for every seed. A client with S
@@ -26,10 +26,14 @@ def folds_of_samples(
         names: Name of each client.
         subjects: Subject of each sample, int64 ``[N]``. None: each sample is a subject.
         folds: Number of folds.
+        fold: The fold of this run.
 
     Returns:
-        The fold of each sample, int64 ``[N]``, -1 for a sample that always trains; and the note, empty
-        if each client has as many subjects as there are folds.
+        The fold of each sample, int64 ``[N]``, -1 for a sample that always trains. The notes name this
+        run's fold, and the clients with fewer subjects than folds.
+
+    Raises:
+        ConfigurationError: The fold of this run has no test sample.
     """
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold  # this import takes seconds
 
@@ -49,13 +53,19 @@ def folds_of_samples(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The least populated class")
             divided = kind(count, shuffle=True, random_state=0).split(samples, strata, of_client)
-            for fold, (_, test) in enumerate(divided):
-                fold_of[samples[torch.from_numpy(test)]] = (fold + client) % folds
-    unit = "samples" if subjects is None else "subjects"
-    note = (
-        f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"
-    )
-    return fold_of, note if small else ""
+            for part, (_, test) in enumerate(divided):
+                fold_of[samples[torch.from_numpy(test)]] = (part + client) % folds
+    if not (fold_of == fold).any():
+        raise ConfigurationError(
+            f"data.fold={fold} of {folds} has no test sample, as the clients have too few subjects; use fewer folds"
+        )
+    notes, unit = [f"test data: fold {fold} of {folds}, 0 to {folds - 1}"], "samples"
+    if small:
+        unit = unit if subjects is None else "subjects"
+        notes.append(
+            f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"
+        )
+    return fold_of, notes
 
 
 def check_fold(folds: int | None, fold: int) -> None:

@@ -163,6 +163,7 @@ class ImageFiles(InMemoryDataModule):
 
     in_channels = 3
     image_size: int
+    _paths: Sequence[str] = ()  # path of each sample below data_dir
 
     def __init__(
         self,
@@ -199,6 +200,13 @@ class ImageFiles(InMemoryDataModule):
         place = hashlib.sha256(str(self.data_dir.resolve()).encode()).hexdigest()[:8]
         return self.cache_dir / f"{self.data_dir.resolve().name}-{kind}-{place}.pt"
 
+    def _identified(self, samples: Tensor) -> dict[str, Sequence[str | int]]:
+        return (
+            {"file": [self._paths[x] for x in samples.tolist()]}
+            if self._paths
+            else super()._identified(samples)
+        )
+
     def read(
         self,
         train: Sequence[Sample],
@@ -224,6 +232,7 @@ class ImageFiles(InMemoryDataModule):
         """
         size, count = self.image_size, len(train)
         paths = [path for path, _ in (*train, *test)]
+        self._paths = [path.relative_to(self.data_dir).as_posix() for path in paths]
 
         def decoded() -> dict[str, Tensor]:
             pixels = self.pixel_range or value_range((path, None) for path in paths[:count])

@@ -1,15 +1,26 @@
 """Data sets of images in class folders, optionally with one domain per client."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Generator
+import torch
+from torch import Generator, Tensor
 
-from fl_lightning.datamodules.class_folders import LAYOUT, ClassFolders, Sample, subfolders, wrong_layout
+from fl_lightning.datamodules.class_folders import (
+    LAYOUT,
+    ClassFolders,
+    ClassImages,
+    subfolders,
+    wrong_layout,
+)
+from fl_lightning.datamodules.folds import check_fold, folds_of_samples
 from fl_lightning.datamodules.image_files import ImageFiles
 from fl_lightning.datamodules.images import ImageData
 from fl_lightning.datamodules.partitions import Natural
-from fl_lightning.datamodules.subjects import subjects_of_files
+from fl_lightning.datamodules.subjects import Subjects
+from fl_lightning.errors import ConfigurationError
 from fl_lightning.randomness import generator
+from fl_lightning.recorded import describe
 
 
 class ImageFolder(ImageFiles):
@@ -48,34 +59,46 @@ class ImageFolder(ImageFiles):
         **settings: Any,
     ) -> None:
         super().__init__(data_dir, image_size, **settings)
-        self.subjects = subjects
-        if test_fraction is not None:
-            self._draws_test = True
-        self.folders = self._folders(test_fraction)
+        self.subjects, self.test_fraction = subjects, test_fraction
+        self._draws_test = self._draws_test or test_fraction is not None
+        self.folders = self._folders("" if test_fraction is None else f"test_fraction={test_fraction}")
         self.class_names = sorted({name for folders in self.folders.values() for name in folders.classes})
         self.num_classes = len(self.class_names)
 
-    def _folders(self, test_fraction: float | None) -> dict[str, ClassFolders]:
-        return {"": ClassFolders(self.data_dir, test_fraction, self.subjects)}
+    def _folders(self, drawn_by: str) -> dict[str, ClassFolders]:
+        return {"": ClassFolders(self.data_dir, drawn_by)}
 
-    def _split(self, domain: int) -> Generator:
+    def _test_masks(
+        self, parts: Sequence[ClassImages], subjects: Sequence[Sequence[str]]
+    ) -> Iterable[Tensor]:
+        """Draw the test images, and return a mask for the images of each domain."""
+        assert self.test_fraction is not None
+        for domain, (images, names) in enumerate(zip(parts, subjects, strict=True)):
+            draws = self._draws(domain)
+            yield [*self.folders.values()][domain].drawn(images, self.test_fraction, names, draws)
+
+    def _draws(self, domain: int) -> Generator:
         return generator(self.seed, "test split")
 
     def load(self) -> ImageData:
         """Return the images, from the cache if it is valid."""
-        train, test, groups, of_test = list[Sample](), list[Sample](), list[int](), list[int]()
-        subjects = list[str]()
-        for domain, folders in enumerate(self.folders.values()):
-            images, test_images = folders.images(self.class_names, self._split(domain))
-            train, test = train + images.samples(), test + test_images.samples()
-            groups += [domain] * len(images)
-            of_test += [domain] * len(test_images)
-        if self.subjects is not None:
-            files = [path.relative_to(self.data_dir) for path, _ in (*train, *test)]
-            subjects = subjects_of_files(self.subjects, files)
+        parts = [folders.images(self.class_names) for folders in self.folders.values()]
+        if self._draws_test:
+            every = [images for images, _ in parts]
+            masks = self._test_masks(every, [*map(self._subjects_of, every)])
+            parts = [(x.part(~mask), x.part(mask)) for x, mask in zip(every, masks, strict=True)]
+        train, test = ([part[split] for part in parts] for split in (0, 1))
+        files, test_files = ([x for images in y for x in images.samples()] for y in (train, test))
+        subjects = [name for images in (*train, *test) for name in self._subjects_of(images)]
         if not (names := [*filter(None, self.folders)]):
-            return self.read(train, test, subjects=subjects)
-        return self.read(train, test, groups, of_test, names, subjects)
+            return self.read(files, test_files, subjects=subjects)
+        groups, of_test = (
+            [i for i, images in enumerate(x) for _ in range(len(images))] for x in (train, test)
+        )
+        return self.read(files, test_files, groups, of_test, names, subjects)
+
+    def _subjects_of(self, images: ClassImages) -> list[str]:
+        return [] if self.subjects is None else images.subjects(self.subjects, self.data_dir)
 
 
 class ImageDomains(ImageFolder):
@@ -93,6 +116,10 @@ class ImageDomains(ImageFolder):
         test_fraction: Share of the images of each class and domain, in (0, 1), that becomes the
             test set. The draw depends on the seed. Set this share only for the layout
             ``<domain>/<class>/*.jpg``.
+        folds: Number of folds of a cross-validation, for the layout ``<domain>/<class>/*.jpg``. The
+            subjects of each domain are divided into folds, stratified by class and the same for
+            every seed.
+        fold: Fold, from 0 to ``folds - 1``, that becomes the test set.
         subjects: See :class:`ImageFolder`. A subject may not be in two domains. If domains number
             their subjects alike, let the pattern match the domain, too: ``^.*P[0-9]+``.
         **settings: Settings of :class:`~fl_lightning.datamodules.image_files.ImageFiles`.
@@ -105,13 +132,45 @@ class ImageDomains(ImageFolder):
 
     default_partition = Natural
 
-    def _folders(self, test_fraction: float | None) -> dict[str, ClassFolders]:
+    def __init__(
+        self,
+        data_dir: str,
+        image_size: int,
+        *,
+        test_fraction: float | None = None,
+        folds: int | None = None,
+        fold: int = 0,
+        **settings: Any,
+    ) -> None:
+        check_fold(folds, fold)
+        self.folds, self.fold, self._draws_test = folds, fold, folds is not None
+        super().__init__(data_dir, image_size, test_fraction=test_fraction, **settings)
+        if folds is not None and (test_fraction is not None or type(self.partition) is not Natural):
+            other = f"data.test_fraction={test_fraction}" if test_fraction else describe(self.partition)
+            raise ConfigurationError(
+                f"data.folds={folds} divides each domain, but {other} is set; leave one of them out"
+            )
+
+    def _folders(self, drawn_by: str) -> dict[str, ClassFolders]:
+        drawn_by = drawn_by if self.folds is None else f"folds={self.folds}"
         domains = subfolders(self.data_dir)
         if not domains:
             layouts = f"{LAYOUT}, or with <class>/*.jpg and test_fraction set"
             raise wrong_layout(self.data_dir, "folder", f"a folder for each domain, each with {layouts}")
-        given = test_fraction, self.subjects, self.data_dir
-        return {name: ClassFolders(self.data_dir / name, *given) for name in domains}
+        return {name: ClassFolders(self.data_dir / name, drawn_by) for name in domains}
 
-    def _split(self, domain: int) -> Generator:
+    def _draws(self, domain: int) -> Generator:
         return generator(self.seed, "test split", domain)
+
+    def _test_masks(
+        self, parts: Sequence[ClassImages], subjects: Sequence[Sequence[str]]
+    ) -> Iterable[Tensor]:
+        if self.folds is None:
+            return super()._test_masks(parts, subjects)
+        labels, sizes = torch.cat([images.labels for images in parts]), [*map(len, parts)]
+        domains, of = torch.arange(len(parts)).repeat_interleave(torch.tensor(sizes)), None
+        if self.subjects is not None:
+            of = Subjects.of_names([name for names in subjects for name in names], labels).of
+        fold_of, notes = folds_of_samples(labels, domains, [*self.folders], of, self.folds, self.fold)
+        self.notes += notes
+        return torch.split(fold_of == self.fold, sizes)

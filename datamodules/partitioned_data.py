@@ -69,6 +69,7 @@ class PartitionedDataModule(FederatedDataModule):
     distribution: Distribution
     default_partition: type[Partition] = IID
     _subject_setting = "data.subjects"
+    _subjects: Subjects | None = None
     _draws_test = False  # whether the test data are drawn from the same samples as the training data
 
     def __init__(
@@ -144,11 +145,15 @@ class PartitionedDataModule(FederatedDataModule):
 
     def own_samples(self, client_id: int, split: str) -> Mapping[str, Sequence[str | int]]:
         """Return columns that identify a client's own evaluation samples, in their loader's order."""
-        parts = self.distribution.own.get(split)
-        return self._identified(parts[client_id]) if parts else {}
+        if not (parts := self.distribution.own.get(split)):
+            return {}
+        columns, samples = self._identified(parts[client_id]), parts[client_id]
+        if (subjects := self._subjects) is not None:
+            columns["subject"] = [subjects.names[x] for x in subjects.of[samples].tolist()]
+        return columns
 
     def _identified(self, samples: Tensor) -> dict[str, Sequence[str | int]]:
-        """Return columns that identify samples, which are given by their indices."""
+        """Return columns that identify samples, which are given by their indices, but for subjects."""
         return {"index": samples.tolist()}
 
     def _make_clients(self) -> None:
@@ -258,6 +263,7 @@ class PartitionedDataModule(FederatedDataModule):
         self._check_labels("train_labels", train_labels)
         self._check_labels("test_labels", test_labels)
         labels, num_train = torch.cat([train_labels, test_labels]), len(train_labels)
+        self._subjects = subjects
         if subjects is not None:
             self._check_subjects(
                 subjects, num_train, [x for x in (train_groups, test_groups) if x is not None], group_names

@@ -111,7 +111,6 @@ class TensorData(InMemorySamples):
     """
 
     deciding_files = ("features",)
-    _subjects: Subjects | None = None
 
     def __init__(
         self,
@@ -305,7 +304,7 @@ class TensorData(InMemorySamples):
         subjects = None
         if "subjects" in parts:
             of = torch.cat([parts["subjects"], parts["test_subjects"]])
-            subjects = self._subjects = Subjects(of, torch.cat(strata), self._subject_names)
+            subjects = Subjects(of, torch.cat(strata), self._subject_names)
         groups, test_groups = parts.get("groups"), parts.get("test_groups")
         dealt = self.distribute(strata[0], strata[1], groups, test_groups, self._group_names, subjects)
         features = torch.cat([parts["features"], parts["test_features"]])
@@ -339,10 +338,7 @@ class TensorData(InMemorySamples):
         return _divided(data, torch.isin(torch.arange(len(strata)), drawn))
 
     def _identified(self, samples: Tensor) -> dict[str, Sequence[str | int]]:
-        columns: dict[str, Sequence[str | int]] = {self._unit: self._place_of[samples].tolist()}
-        if self._subjects is not None:
-            columns["subject"] = [self._subjects.names[x] for x in self._subjects.of[samples].tolist()]
-        return columns
+        return {self._unit: self._place_of[samples].tolist()}
 
     def _fold(self, strata: Tensor, data: dict[str, Tensor]) -> Tensor:
         """Return which samples are the test samples of the fold. Add the groups of a file of clients."""
@@ -352,17 +348,10 @@ class TensorData(InMemorySamples):
             self.notes.append(f"folds of the clients in {self.partition.path}")
             self.partition = Natural()
         assert self.folds is not None
-        fold_of, note = folds_of_samples(
-            strata, data["groups"], self._group_names, data.get("subjects"), self.folds
+        fold_of, notes = folds_of_samples(
+            strata, data["groups"], self._group_names, data.get("subjects"), self.folds, self.fold
         )
-        self.notes += [
-            f"test data: fold {self.fold} of {self.folds}, 0 to {self.folds - 1}",
-            *[note] * bool(note),
-        ]
-        if not (fold_of == self.fold).any():
-            raise ConfigurationError(
-                f"data.fold={self.fold} of {self.folds} has no test sample, as the clients have too few subjects; use fewer folds"
-            )
+        self.notes += notes
         return fold_of == self.fold
 
 

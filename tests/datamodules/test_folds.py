@@ -9,8 +9,9 @@ import torch
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
 from fl_lightning import ConfigurationError
-from fl_lightning.datamodules import Dirichlet, FromFile, HonestOnly, Natural, TensorData
+from fl_lightning.datamodules import Dirichlet, FromFile, HonestOnly, ImageDomains, Natural, TensorData
 from fl_lightning.datamodules.partition_file import _labels_sha256
+from tests.support.colour_folders import save
 
 
 def drawn_table(seed):
@@ -189,3 +190,73 @@ def test_folds_of_small_hospitals_have_similar_sizes():
         )
         sizes.append(len(data.distribution.test))
     assert sizes == [6] * 5
+
+
+def write_images(root):
+    """Write images of 23 patients in two domains: one to four of each patient, each of another brightness."""
+    rows, draws = [], np.random.default_rng(0)
+    for patient, number in enumerate(draws.integers(1, 5, 23)):
+        domain, label = ("north", "south")[patient < 9], "ab"[patient % 2]
+        for image in range(number):
+            place = f"{domain}/{label}/P{patient:02}_{image}.png"
+            save(root / place, torch.full((6, 6, 3), 10 * patient + image))
+            rows.append((place, domain, "ab".index(label), patient, 10 * patient + image))
+    return [np.array(column) for column in zip(*sorted(rows), strict=True)]
+
+
+@pytest.mark.parametrize("pattern", [r"P\d+", None])
+def test_images_of_each_domain_are_divided_into_the_folds_of_scikit_learn(tmp_path, pattern):
+    files, domain, labels, patients, brightness = write_images(tmp_path / "images")
+    expected = by_scikit_learn(labels, domain, patients if pattern else None, 4)
+    tested = set()
+    for fold in range(4):
+        made = []
+        for seed in range(2):
+            data = ImageDomains(
+                str(tmp_path / "images"), 6, subjects=pattern, folds=4, fold=fold, seed=seed, batch_size=2,
+                cache_dir=str(tmp_path),
+            )  # fmt: skip
+            data.setup("fit")
+            made.append(data)
+        data, other = made
+        pixels = data.samples.inputs[:, 0, 0, 0]
+        found = {int(value) for value in pixels[data.distribution.test]}
+        assert found == {*brightness[[*expected[fold]]]}
+        for name, part in zip(data.client_names, data.distribution.own["test"], strict=True):
+            assert {*pixels[part].tolist()} == found & {*brightness[domain == name].tolist()}
+            places = [brightness.tolist().index(value) for value in pixels[part].tolist()]
+            samples = data.own_samples(data.client_names.index(name), "test")
+            assert [*samples["file"]] == files[places].tolist()
+            assert samples.get("subject") == ([f"P{patients[x]:02}" for x in places] if pattern else None)
+        assert other.index_digests() == data.index_digests()
+        assert f"test data: fold {fold} of 4, 0 to 3" in data.notes
+        tested |= found
+    assert tested == {*brightness}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"test_fraction": 0.2},
+            "data.folds=4 divides each domain, but data.test_fraction=0.2 is set; leave",
+        ),
+        (
+            {"partition": Dirichlet(1.0)},
+            r"data.folds=4 divides each domain, but Dirichlet\(.*\) is set; leave",
+        ),
+        ({"fold": 4}, "data.fold must be in 0 to 3, as data.folds=4; found 4"),
+    ],
+)
+def test_settings_of_images_that_folds_exclude_are_refused(tmp_path, settings, told):
+    write_images(tmp_path)
+    with pytest.raises(ConfigurationError, match=told):
+        ImageDomains(str(tmp_path), 6, folds=4, **settings)
+
+
+def test_domains_with_test_images_have_no_folds(tmp_path):
+    save(tmp_path / "north/train/a/1.png", torch.zeros(6, 6, 3))
+    with pytest.raises(
+        ConfigurationError, match=r"folds=4 splits class folders, but .* holds train/; leave folds"
+    ):
+        ImageDomains(str(tmp_path), 6, folds=4)

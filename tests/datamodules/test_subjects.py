@@ -121,6 +121,16 @@ def test_partitions_deal_subjects(partition):
     assert all(len(samples) % 3 == 0 for samples in parts_of(data).values())
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_saved_partition_deals_the_same_subjects(seed, tmp_path):
+    data = table(seed=seed, test_fraction=0.25, num_clients=3)
+    (tmp_path / "clients.json").write_text(json.dumps(data.distribution.as_file("TensorData", {})))
+    again = table(seed=seed + 1, test_fraction=0.25, partition=FromFile(str(tmp_path / "clients.json")))
+    assert again.index_digests() == data.index_digests()
+    found = {name: subjects_of(again, samples) for name, samples in parts_of(again).items()}
+    assert sum(map(len, found.values())) == len(set.union(*found.values())) == 12
+
+
 def test_a_subject_of_several_classes_is_not_divided_by_class():
     targets = torch.arange(36) // 12 % 2
     assert len(subjects_of(table(targets=targets, partition=IID()), torch.arange(36))) == 12

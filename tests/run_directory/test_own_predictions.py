@@ -176,3 +176,17 @@ def test_clients_without_names_have_no_such_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError):
         fitted(tmp_path, data={"groups": None, "partition": "IID", "num_clients": 2})
+
+
+@pytest.mark.parametrize("method", ["FedBN", None])
+def test_a_fold_is_the_same_after_a_resume_and_on_two_ranks(tmp_path, monkeypatch, method):
+    monkeypatch.chdir(tmp_path)
+    settings = {"data": {"folds": 3, "fold": 1, "val_fraction": 0.2}, "checkpoint": {"keep_rounds": [1]}}
+    _, whole, _ = fitted(tmp_path, *([method] if method else []), **settings)
+    checkpoint = whole.attempt.checkpoints / "round_1.ckpt"
+    files = {
+        name: (whole.attempt.path / name).read_bytes() for name in ("test_predictions.csv", "clients.csv")
+    }
+    for arguments in (["--ckpt_path", checkpoint], ["--trainer.devices", 2]):
+        again = run("--name", arguments[0].strip("-"), *arguments)
+        assert {name: (again.attempt.path / name).read_bytes() for name in files} == files
