@@ -163,12 +163,15 @@ class TensorData(InMemorySamples):
                 numbered = has_classes(torch.from_numpy(given["targets"]))
                 counts = {x: texts[x].value_counts() for x, y in self.targets.items() if y or numbered}
                 self.notes += filter(None, (label_hint(x, "class", y.to_dict()) for x, y in counts.items()))
-        elif categorical or words is not None:
-            setting, what = ("categorical", "columns") if categorical else ("missing", "words")
-            raise ConfigurationError(
-                f"data.{setting}: {', '.join(categorical or words or ['[]'])} are {what} of a table; give a .csv or .parquet file in "
-                f"data.features, or leave data.{setting} out"
-            )
+        for setting, value in {
+            "columns": columns,
+            "categorical": categorical or None,
+            "missing": words,
+        }.items():
+            if value is not None and not is_frame(table):
+                raise ConfigurationError(
+                    f"data.{setting}: {value} needs a table; give a .csv or .parquet file in data.features, or leave data.{setting} out"
+                )
         for name, names in self.targets.items():
             if names is not None:
                 shown = ", ".join(names[:10]) + ", ..." * (len(names) > 10)

@@ -1,5 +1,6 @@
 """Which columns of a table are features, and which of its words stand for missing values."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,10 +158,22 @@ def test_predict_and_test_read_the_missing_words_of_the_run():
         read(data, Path("new.csv"))
 
 
-@pytest.mark.parametrize(("missing", "words"), [(["-999"], "-999 are words"), ([], r"\[\] are words")])
-def test_missing_words_of_arrays_are_refused(missing, words):
-    with pytest.raises(ConfigurationError, match=rf"^data.missing: {words} of a table; give a .csv or"):
-        TensorData([[1.0]] * 9, [0] * 9, missing=missing)
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("missing", ["-999"]),
+        ("missing", []),
+        ("categorical", ["grade"]),
+        ("columns", ["age"]),
+        ("columns", {"except": ["age"]}),
+    ],
+)
+def test_settings_of_tables_are_refused_for_arrays(setting, value):
+    told = (
+        rf"^data.{setting}: {re.escape(str(value))} needs a table; give a .csv or .+ leave data.{setting} out"
+    )
+    with pytest.raises(ConfigurationError, match=told):
+        TensorData([[1.0]] * 9, [0] * 9, **{setting: value})
 
 
 # DataFrames

@@ -201,7 +201,7 @@ def test_scikit_learns_tables():
         ),
         (
             {"features": [[1.0]] * 9, "targets": [0] * 9, "categorical": ["grade"]},
-            r"data.categorical: grade are columns of a table; give a .csv or .parquet file in data.features",
+            r"data.categorical: \['grade'\] needs a table; give a .csv or .parquet file in data.features",
         ),
         (
             {"features": [[1.0], [float("inf")]], "targets": [0, 1], "impute": "mean"},
