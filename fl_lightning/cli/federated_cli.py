@@ -60,9 +60,10 @@ class FederatedCLI(LightningCLI):
         """Return the requested subcommand, or all subcommands if the requested one is unknown.
 
         Lightning makes a parser for each subcommand in the result, and making a parser takes time.
-        The command ``predict`` reads a run directory instead of these settings.
+        The command ``predict`` reads a run directory instead of these settings. ``verbose`` is a
+        setting of runs, in place of Lightning's setting of ``validate`` and ``test``.
         """
-        known = LightningCLI.subcommands()
+        known = {name: {*skipped, "verbose"} for name, skipped in LightningCLI.subcommands().items()}
         known.pop("predict")
         return {self._asked: known[self._asked]} if self._asked in known else known
 
@@ -85,6 +86,8 @@ class FederatedCLI(LightningCLI):
         parser.add_argument("--threads", type=_Threads | None, default=None, help=words)
         words = "resume with data that differ from the data of --ckpt_path"
         parser.add_argument("--accept_data", action="store_true", help=words)
+        words = "print all values of the result (default: at most 15 rows), and each decision about speed"
+        parser.add_argument("--verbose", action="store_true", help=words)
         parser.add_lightning_class_args(RoundCheckpoint, "checkpoint")
         parser.add_class_arguments(WandbSettings, "wandb")
         parser.link_arguments("seed_everything", "model.seed")
@@ -168,7 +171,7 @@ class FederatedCLI(LightningCLI):
         # save the name, too, so that a rerun with the saved file has the same name
         config.name = config.name or stem
         # do not save ckpt_path, because a rerun with the saved file must start a new run
-        self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False}
+        self.resolved = {**self.resolve(config), "ckpt_path": None, "accept_data": False, "verbose": False}
 
     def resolve(self, config: Namespace) -> Config:
         """Return a configuration as dicts, lists, strings and numbers.
@@ -203,7 +206,9 @@ class FederatedCLI(LightningCLI):
         config = self.config_init[self.subcommand]
         settings, ckpt_path = vars(config.trainer), config.ckpt_path
         assert isinstance(self.model, FederatedModule)
-        training = Training(self.model, self.datamodule, self.resolved, config.checkpoint)
+        training = Training(
+            self.model, self.datamodule, self.resolved, config.checkpoint, verbose=config.verbose
+        )
         self.model.accept_data = config.accept_data
         if self.subcommand == "fit":
             self.training = training

@@ -18,10 +18,12 @@ class ExecutorChoice(NamedTuple):
     Attributes:
         executor: The executor.
         reason: Reason for the choice, which is printed after the executor's name.
+        plain: Whether a single process computes one client after the other on a CPU.
     """
 
     executor: Executor
     reason: str
+    plain: bool = False
 
 
 def choose_executor(task: ClientTask, num_clients: int) -> ExecutorChoice:
@@ -44,7 +46,7 @@ def choose_executor(task: ClientTask, num_clients: int) -> ExecutorChoice:
     trainer = getattr(task.run, "_trainer", None)
     ranks = trainer.world_size if trainer is not None else 1
     reason = f"{ranks} rank{'s' * (ranks > 1)}, {threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)}"
-    return ExecutorChoice(SequentialExecutor(), reason)
+    return ExecutorChoice(SequentialExecutor(), reason, plain=ranks == 1)
 
 
 def _custom_code(task: ClientTask) -> str | None:

@@ -77,6 +77,26 @@ def test_the_result_of_a_run_that_never_froze_says_so(capsys):
     assert "\nBN statistics    averaged\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_table_has_at_most_15_rows_unless_the_run_is_verbose(capsys, verbose):
+    write_config({"trainer.callbacks": ["FedBN", "ClientEvaluation", "AdaBN"]})
+    cli = run(*["--verbose"] * verbose)
+    table = capsys.readouterr().out.partition("\nResult\n")[2].splitlines()
+    rows = table[: next(i for i, row in enumerate(table) if row.startswith("files "))]
+    result = read(cli.attempt.result)
+    metrics = [name for name in result if name.startswith(("val/", "test/"))]
+    shown = [row.split()[0] for row in rows if "/" in row.split()[0]]
+    assert yaml.safe_load(cli.attempt.config.read_text())["verbose"] is False
+    if verbose:
+        assert {*shown} == {*metrics}
+        assert not any(row.startswith("further values") for row in rows)
+    else:
+        assert len(rows) == 14  # and the row of files
+        assert shown == ["test/own_accuracy", "test/personal_accuracy", "test/accuracy"]
+        told = f"{len(metrics) - len(shown)} in result.json; the option verbose prints them"
+        assert next(row for row in rows if row.startswith("further values")).endswith(told)
+
+
 def test_table_has_no_trailing_blanks(finished):
     assert all(line == line.rstrip() for line in finished[1].splitlines())
 

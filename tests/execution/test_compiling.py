@@ -178,10 +178,12 @@ def test_where_one_rank_cannot_compile_none_does(compiler, monkeypatch):
     assert module.executor.compilation == (False, "no compiler there")
 
 
-def test_a_short_run_says_that_it_is_not_compiled(capsys):
-    run_command()
+def test_only_a_verbose_run_says_why_it_is_not_compiled(capsys):
+    run_command("--verbose")
     lines = capsys.readouterr().out.splitlines()
     assert "not compiled" in lines[lines.index("Executor") + 2]
+    run_command()
+    assert "Executor" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -305,9 +305,21 @@ def test_the_files_hold_the_same_table(tmp_path):
 def test_a_subset_is_called_one(tmp_path):
     write_tables(tmp_path, results(scale="quick"))
     assert (
-        "A declared subset that shows that the study works; its results are no evidence for or against a paper."
+        "A declared subset that shows that the study works; its results are no evidence for or against the paper."
         in (tmp_path / "table.md").read_text()
     )
+    write_tables(tmp_path, results(scale="quick", paper=""))  # a study of one's own
+    assert "evidence" not in (tmp_path / "table.md").read_text()
+
+
+def test_latex_explains_bold_and_published_values():
+    by_steps, whole = re.findall(r"\\caption\{(.*)\}", latex_tables(results()))
+    bold = "Bold: the best mean among rows of equal E, compared with three digits."
+    assert by_steps.endswith(f"{bold} In parentheses: published values.")
+    assert whole.endswith(bold)
+    alike = [group(method, "1", [0.5]) for method in ("BN", "GN")]
+    (alone,) = re.findall(r"\\caption\{(.*)\}", latex_tables(results(alike, spread=None)))
+    assert "Bold" not in alone
 
 
 def cells_of(latex):

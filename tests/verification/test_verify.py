@@ -155,6 +155,9 @@ def test_a_method_of_ones_own_passes_from_a_file_in_the_working_directory(own_co
     assert printed.startswith("FedProx(mu=0.1)\n")
     assert " 0 failed" in printed
     assert [line.partition("  ")[0] for line in printed.splitlines()[1 : len(RULES) + 1]] == [*RULES]
+    assert "Measured" not in printed
+    assert verify("--callback", "methods.FedProx", "--verbose") == 0
+    assert "Measured: equalities that the method does not promise\nown_twin" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -100,7 +100,9 @@ class Run:
         built = python_config(self.module, self.data, settings)
         return {**self._place, **built}
 
-    def fit(self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False) -> Result:
+    def fit(
+        self, resume: bool | str | os.PathLike[str] = False, accept_data: bool = False, verbose: bool = False
+    ) -> Result:
         """Train the model, and evaluate the final model; write and print the result.
 
         Args:
@@ -110,6 +112,8 @@ class Run:
                 new run. The default is a new run. With a path, settings may differ from those of
                 the checkpoint; the run is then a new attempt.
             accept_data: Whether the data may differ from the data of the checkpoint.
+            verbose: Whether to print all values of the result (default: at most 15 rows), and each
+                decision about speed.
 
         Returns:
             The content of ``result.json``.
@@ -123,7 +127,7 @@ class Run:
         settings = {**self.trainer_settings, "callbacks": self.callbacks}
         root = folder_below(self._place["run_root"], self._place["name"])
         directory = RunDirectory(root, f"s{self.module.seed}")
-        training = Training(self.module, self.data, self.config, self.checkpoint, directory)
+        training = Training(self.module, self.data, self.config, self.checkpoint, directory, verbose)
         ckpt_path = "last" if resume is True else resume or None
         if ckpt_path == "auto":
             ckpt_path = "last" if directory.newest_checkpoint() is not None else None

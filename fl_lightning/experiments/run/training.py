@@ -67,6 +67,7 @@ class Training:
         directory: The folders of all attempts at a run of a Python script. Their name does not depend
             on the settings; a run that is resumed by its name must have the same settings. Default:
             the folders that the digest of the configuration names.
+        verbose: Whether to print all values of the result, and each decision about speed.
 
     Attributes:
         directory: The folders of all attempts at the run.
@@ -82,8 +83,10 @@ class Training:
         config: Config,
         keeper: RoundCheckpoint,
         directory: RunDirectory | None = None,
+        verbose: bool = False,
     ) -> None:
         self.module, self.data, self.config, self.keeper = module, data, config, keeper
+        self.verbose = verbose
         kind = type(module)
         self._complete = config
         if kind is not FederatedModule and "class_path" not in config["model"]:
@@ -180,7 +183,7 @@ class Training:
             print(
                 f"stopped after round {trainer.global_step} of {trainer.max_epochs} by {stopped}", flush=True
             )
-        return finish_run(self.module, start.attempt, stopped)
+        return finish_run(self.module, start.attempt, stopped, self.verbose)
 
     def _planned(self, rounds: int | None) -> int | None:
         """Return the number of planned rounds; None if a budget of epochs determines it."""
@@ -233,7 +236,7 @@ class Training:
         if settings.get("enable_progress_bar") is not False and not has_progress_bar(callbacks):
             callbacks.append(RoundProgress())
         # RunStart is the first callback, so that it prints before the progress bar opens its line
-        beginning = RunStart(self.start, self.config, self._complete, self._of_script)
+        beginning = RunStart(self.start, self.config, self._complete, self._of_script, self.verbose)
         callbacks = [beginning, *callbacks, self._interruption, self.keeper]
         attempt = self.start.attempt
         if attempt is None:

@@ -24,9 +24,13 @@ from fl_lightning.round.module import FederatedModule
 from fl_lightning.round.policy import policy_table, stages_in_words
 
 _RATES = ("client/lr", "server/lr")
+_MOST_ROWS = 15  # of the printed table, unless observers alone fill it
+_FEWEST_METRICS = 3
 
 
-def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | None = None) -> Result:
+def finish_run(
+    module: FederatedModule, attempt: Attempt | None, stopped: str | None = None, verbose: bool = False
+) -> Result:
     """Evaluate the final server model; print, write and draw the result.
 
     Args:
@@ -34,6 +38,8 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
         attempt: The run's folder; None with ``fast_dev_run``.
         stopped: Reason why a callback stopped the run before its last round; None if all rounds
             were trained.
+        verbose: Whether to print all values; otherwise at most 15 rows, test values first
+            and losses last.
 
     Returns:
         The content of ``result.json``.
@@ -42,7 +48,7 @@ def finish_run(module: FederatedModule, attempt: Attempt | None, stopped: str | 
     result = _collect(module, attempt, metrics, stopped)
     if attempt is not None:
         write_json(attempt.result, result)
-    _print(result)
+    _print(result, verbose)
     draw_pictures(attempt, module)
     return result
 
@@ -100,7 +106,7 @@ def _collect(
     return cast("Result", {**result, **named})
 
 
-def _print(result: Result) -> None:
+def _print(result: Result, verbose: bool) -> None:
     origin = origin_in_words(result["continued_from"])
     rows = {
         "method": result["method"],
@@ -114,7 +120,8 @@ def _print(result: Result) -> None:
             else {}
         ),
         "samples seen": f"{result['samples']:,}",
-        **{name: f"{value:.4f}" for name, value in metric_values(result).items()},
+    }
+    below = {
         "sent by clients": format_bytes(result["upload_bytes"]),
         "sent to clients": format_bytes(result["download_bytes"]),
         **result["reports"],
@@ -122,7 +129,14 @@ def _print(result: Result) -> None:
         "training time": f"{result['train_seconds']:.1f} s",
         "files": result["directory"] or "none (fast_dev_run)",
     }
-    print_table("Result", rows)
+    metrics = {name: f"{value:.4f}" for name, value in metric_values(result).items()}
+    if not verbose and len(rows) + len(metrics) + len(below) > _MOST_ROWS:
+        room = max(_MOST_ROWS - len(rows) - len(below) - 1, _FEWEST_METRICS)
+        order = sorted(metrics, key=lambda name: (not name.startswith("test/"), name.endswith("/loss")))
+        if hidden := order[room:]:
+            metrics = {name: text for name, text in metrics.items() if name not in hidden}
+            metrics["further values"] = f"{len(hidden)} in result.json; the option verbose prints them"
+    print_table("Result", rows | metrics | below)
 
 
 def _extended(result: Result) -> str:

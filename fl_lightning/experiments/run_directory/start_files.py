@@ -39,10 +39,13 @@ class RunStart(L.Callback):
         config: The resolved configuration.
         complete: The configuration with the class of the module.
         of_script: Whether a Python script has built the run, which a comment in ``config.yaml`` says.
+        verbose: Whether to print the executor of a single process on a CPU, and why nothing is compiled.
     """
 
-    def __init__(self, start: Start, config: Config, complete: Config, of_script: bool = False) -> None:
-        self.start, self.attempt = start, start.attempt
+    def __init__(
+        self, start: Start, config: Config, complete: Config, of_script: bool = False, verbose: bool = False
+    ) -> None:
+        self.start, self.attempt, self.verbose = start, start.attempt, verbose
         self.config, self.complete, self.of_script = config, complete, of_script
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -57,7 +60,7 @@ class RunStart(L.Callback):
                 group.update({name: value for name, value in new.items() if name != "params"})
         policy = policy_table(pl_module.model, pl_module.federated_callbacks, pl_module.planned_rounds)
         if not trainer.global_step:
-            _print_start(pl_module, policy)
+            _print_start(pl_module, policy, self.verbose)
         if self.attempt is not None and trainer.is_global_zero:
             _remove_results(self.attempt)
             if self.start.metrics:
@@ -120,8 +123,8 @@ def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {before[name]} -> {now[name]}" for name in changed)
 
 
-def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> None:
-    """Print the policy. Print the executor and compilation if the run has chosen them."""
+def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]], verbose: bool) -> None:
+    """Print the policy. Print the executor and compilation if the run has chosen them for speed."""
     rows = {
         state_label(kind): f"{stages_in_words(stages)}{_tensors(module, kind)}"
         for kind, stages in policy.items()
@@ -129,9 +132,9 @@ def _print_start(module: FederatedModule, policy: Mapping[str, list[Stage]]) -> 
     print_table("State of the model", rows)
     choice, compilation = module.executor_choice, module.executor.compilation
     rows = {}
-    if choice is not None:
+    if choice is not None and (verbose or not choice.plain):
         rows[type(choice.executor).__name__] = f"{choice.reason}; model.executor sets another"
-    if compilation.reason:
+    if compilation.reason and (verbose or compilation.compiled):
         rows["compiled" if compilation.compiled else "not compiled"] = compilation.reason
     if rows:
         print_table("Executor", rows)

@@ -316,10 +316,8 @@ def as_text(table: pd.DataFrame, form: str = "simple") -> str:
 
 def caption(results: StudyFrame) -> str:
     """Return the caption of a study's tables, in a few sentences."""
-    subset = {
-        "quick": " A declared subset that shows that the study works; its results are no evidence for or against a paper.",
-        "reduced": _smaller(results),
-    }.get(results.scale, "")
+    quick = " A declared subset that shows that the study works; its results are no evidence for or against the paper."
+    subset = {"quick": quick * bool(results.paper), "reduced": _smaller(results)}.get(results.scale, "")
     paper = f" ({results.paper})" if results.paper else ""
     spread = f", mean ± standard deviation over {results.repeats}" * any(
         len(row.done) > 1 for row in results.rows
@@ -401,6 +399,14 @@ def _count(runs: int) -> str:
     return f"{runs} run{'s' * (runs > 1)}"
 
 
+def _bold(table: pd.DataFrame, results: StudyFrame) -> str:
+    """Return a sentence that explains the bold values of a table; empty without such values."""
+    others = [short(axis, results.axes) for axis in shown_axes(results) if axis not in compared(results)]
+    among = f" among rows of equal {', '.join(others)}" if others else ""
+    is_bold = any("**" in str(cell) for cell in table.to_numpy().flat)
+    return f" Bold: the best mean{among}, compared with three digits." * is_bold
+
+
 def latex_tables(results: StudyFrame, columns: Sequence[str] = ()) -> str:
     """Return the tables in LaTeX. Choices and remarks are written as comments of LaTeX.
 
@@ -412,10 +418,12 @@ def latex_tables(results: StudyFrame, columns: Sequence[str] = ()) -> str:
     name, tables = f"{results.name}-{results.scale}".strip("-"), []
     if (spread := spread_table(results, latex=True)) is not None:
         labels = range(len(axes) - 1)
-        tables.append(latex_table(spread, labels, caption(results), f"{name}-by-{results.spread}"))
+        published = " In parentheses: published values." * any(map(published_in_words, results.rows))
+        words = caption(results) + _bold(spread, results) + published
+        tables.append(latex_table(spread, labels, words, f"{name}-by-{results.spread}"))
     table = whole_table(results, columns, latex=True)
     texts = [place for place, head in enumerate(table.columns) if place < len(axes) or head in TEXTS]
-    tables.append(latex_table(table, texts, caption(results), name))
+    tables.append(latex_table(table, texts, caption(results) + _bold(table, results), name))
     comments = [*map(choice_in_words, results.choices), *remark_lines(results)]
     comments += [results.command] * bool(results.command)
     return "\n\n".join([BOOKTABS, *tables]) + "".join(f"\n% {' '.join(x.split())}" for x in comments) + "\n"
