@@ -43,7 +43,7 @@ def part(study: Path, page: str) -> str:
     table = (study / "table.md").read_text().strip()
     origin = (
         f"Code: fl_lightning {', '.join(sources)}. PyTorch version: {', '.join(versions)}. "
-        "The verdicts follow the [current rules](studies.md#verdicts)."
+        "The verdicts follow the [current rules](verdicts.md)."
     )
     shown = (
         "accuracy over communication rounds" if picture.stem == "curves" else "the values of the table above"

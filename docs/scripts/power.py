@@ -1,4 +1,4 @@
-"""Simulate verdicts for the table of docs/studies.md: ``python docs/scripts/power.py``.
+"""Simulate verdicts for the table of docs/verdicts.md: ``python docs/scripts/power.py``.
 
 The script writes the table between the comments ``<!-- power -->`` and ``<!-- end of power -->``. A
 simulated study has three methods, A, B and C. All cells have the same standard deviation. The
@@ -14,7 +14,7 @@ from scipy.stats import t
 
 from fl_lightning.experiments.studies.verdicts import FAMILY_ERROR
 
-PAGE = Path(__file__).parents[1] / "studies.md"
+PAGE = Path(__file__).parents[1] / "verdicts.md"
 SEEDS = (3, 5, 10)
 DIFFERENCES = (0.0, 1.0, 2.0, 3.0, 4.0)
 STUDIES = 20_000

@@ -35,6 +35,6 @@ def test_the_gallery_has_a_study_between_its_comments_once_all_of_its_runs_are_d
     assert written.endswith(f"<!-- end of {name} -->\n\nMore words.\n")
     assert "old" not in written
     assert "\nThe table.\n" in written
-    assert "(studies.md#verdicts).\n" in written
+    assert "(verdicts.md).\n" in written
     assert f"(figures/gallery/{name}.png)" in written
     assert Path(f"figures/{name}.png").read_bytes() == b"curves"

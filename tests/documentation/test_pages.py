@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,7 +72,7 @@ LEFT = {
     "docs/metrics.md": "quickstart_f1/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions_*_round_*.csv",
-    "docs/studies.md": "studies/fixbn_table4-quick/table.tex",
+    "docs/studies.md": "studies/mine-full/table.tex",
     "docs/scaling.md": "digits_fixbn_momentum_local/*/result.json",
     "docs/speed.md": "quickstart/*/fit-profile.txt",
 }
@@ -153,6 +154,7 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
     Path("data/visits.csv").write_text("\n".join(["patient,age,site,outcome", *rows]))
     Path("data/new_patients.csv").write_text("dose,age\n2,40\n3,50\n")
     Path("data/labelled_patients.csv").write_text("dose,age,outcome\n2,40,no\n3,50,yes\n")
+    Path("mine.yaml").write_text(blocks("docs/studies.md", "yaml")[0])
     take_examples(monkeypatch)
     write_methods(name)
     for arguments in ours(name):
@@ -270,15 +272,23 @@ def test_the_metrics_and_tasks_of_the_page_are_logged():
         assert f"val/{written[name].quality}" in module.metrics
 
 
+def merged(file, part):
+    """Return a study's file with a further part. The settings of both mappings count."""
+    both = {key: merged(file[key], part[key]) for key in file.keys() & part if isinstance(file[key], dict)}
+    return {**file, **part, **both}
+
+
 def test_the_study_of_the_page_can_be_read(tmp_path):
-    (content,) = blocks("docs/studies.md", "yaml")
-    (tmp_path / "mine.yaml").write_text(content)
-    study = read_study(tmp_path / "mine.yaml", "reduced")
-    assert len([*study.combinations()]) == 16
+    file, *parts = map(yaml.safe_load, blocks("docs/studies.md", "yaml"))
+    sizes = []
+    for part in ({}, *parts):
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(merged(file, part)))
+        sizes.append(len([*read_study(tmp_path / "mine.yaml", "full").combinations()]))
+    assert sizes == [3, 5, 9, 3]
 
 
 WHOLE = ("docs/studies.md", "docs/lightning-module.md")
-"""Pages whose YAML is a file of its own, which another test reads."""
+"""Pages whose YAML is a file of its own, or a part of such a file. Other tests read these files."""
 
 CHANGES = [text for name in PAGES if name not in WHOLE for text in blocks(name, "yaml")]
 

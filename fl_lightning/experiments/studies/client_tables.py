@@ -1,8 +1,20 @@
 """Tables of a study with a row for each client, such as a hospital, and a column for each method.
 
-A cell has a metric of the model that the client uses, on the client's own test samples. The values
-are computed from ``test_predictions.csv`` of the runs, with the predictions of all folds together.
-Without predictions, they are the values in ``clients.csv``.
+A cell has a metric of the model that the client uses, on the client's own test samples. Accuracy,
+AUROC, sensitivity and specificity are computed from ``test_predictions.csv`` of the runs, with the
+predictions of all folds together. Other metrics, and all metrics of a LightningModule, are means
+over folds of the values in ``clients.csv``.
+
+Below the clients, a table has these rows:
+
+- ``all samples``: the metric of the predictions of all clients together.
+- ``pairs within clients``: the AUROC over pairs of samples of the same client.
+- ``mean over clients``: the mean in which each client has the same weight. With folds, it may differ
+  from ``test/own_accuracy`` in ``table.md``, which is a mean over folds.
+- ``worst client``: the worst value of a client.
+
+Differences are between the sides of each claim. Without claims, each column is compared with the
+first.
 """
 
 from collections import Counter
@@ -120,6 +132,9 @@ class ClientTable:
 @lru_cache(maxsize=4)
 def client_tables(results: StudyFrame) -> list[ClientTable]:
     """Return a table for each metric of a study whose clients have names; [] for other studies.
+
+    Clients that ``min_examples`` leaves out have no row. More than :data:`MOST_CLIENTS` clients have
+    no table.
 
     Args:
         results: Results of a study. Predictions are read from its run directories.

@@ -128,7 +128,8 @@ class Published(TypedDict):
     """A published value, optionally with a standard deviation.
 
     Keys other than ``value`` and ``deviation`` are names of axes. The value belongs to the rows
-    with the labels under these keys.
+    with the labels under these keys. Give published values only at scales with the paper's data,
+    model and budget.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]  # pydantic's way to configure a TypedDict
@@ -229,7 +230,12 @@ class Definition:
             holds each client out in turn.
         scales: Scales, keyed by name. The names are ``quick``, ``reduced`` and ``full``.
         settings: Settings of all cells at all scales.
-        metrics: Names of the table's columns, keyed by metric.
+        metrics: Names of the table's columns, keyed by metric (default ``test/accuracy``). A metric
+            must have one value, so a confusion matrix is no column. If no run has a metric, the study
+            ends with an error before it writes the table. After you have corrected the name, the
+            same command writes the table without training. If clients have names, the first column
+            has the metric of the clients' own models, such as ``test/own_accuracy``, in all rows
+            whose runs log it. The key ``metric`` of a label overrides this.
         spread: Axis whose labels are the table's columns.
         without: Omitted combinations. Each entry maps axes to a label or a list of labels. A
             combination is omitted if it has a listed label on every axis of an entry.

@@ -27,7 +27,8 @@ class LocalEngine(Engine):
     its cells. If the study is killed, the processes continue.
 
     A cell is a fork of a server (``multiprocessing``) that has already imported PyTorch and
-    Lightning.
+    Lightning. A cell imports modules of your own itself. If the server is killed, its cells continue,
+    and the next cell starts a new server. A cell that was just starting fails with exit status 255.
 
     Args:
         module: Module of all jobs.
