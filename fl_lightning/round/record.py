@@ -179,7 +179,11 @@ class RunRecord:
     def compare(self, data: FederatedDataModule, split: Literal["val", "test"], path: str) -> None:
         """Print a line if an evaluation has other data than the checkpoint.
 
-        The training data count only if their mean and standard deviation scale the samples.
+        With another seed or another ``val_fraction``, the validation data are drawn anew and may
+        include training samples. The same holds for test data that are drawn from a larger set:
+        ``test_fraction``, ``evaluation_cities``, a table without ``test_features``, or a partition
+        file over ``train+test``. The training data count only if their mean and standard deviation
+        scale the samples.
 
         Args:
             data: The data module.
