@@ -25,8 +25,9 @@ class SequentialExecutor(Executor):
         compile: Whether ``torch.compile`` compiles the model. Compiling takes half a minute for
             each batch shape. The model is compiled again when a method freezes BN statistics.
             Results with and without compilation differ only by rounding. ``"auto"`` (default)
-            compiles long runs on a CPU if the model has many values in BN layers. Evaluation is
-            never compiled.
+            compiles long runs on a CPU if the model has many values in BN layers. It does not compile
+            layers of your own, which may change from step to step, and it needs a C++ compiler. A
+            resumed run keeps the decision. Evaluation is never compiled.
 
     Raises:
         ConfigurationError: ``compile`` is neither true, false nor ``"auto"``.

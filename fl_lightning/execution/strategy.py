@@ -39,6 +39,10 @@ class CohortStrategy(ParallelStrategy):
     - Every rank has as many threads as the single process.
     - All CPUs support the same vector instructions.
 
+    Each rank holds the parameters, gradients and buffers of all clients in the round. Methods may add
+    state. A rank also holds the optimizer's state of the clients that it computes. More ranks do not
+    reduce this memory. Forked ranks share the data that the first process has read.
+
     Args:
         timeout: Longest time to wait for another rank. Default: 30 minutes.
         kwargs: Arguments of Lightning's ``ParallelStrategy``, which the trainer sets.
