@@ -250,7 +250,11 @@ class FederatedModule(Recorded, RunContext):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the server optimizer for the trainable parameters."""
-        return self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
+        optimizer = self.server_optimizer([p for p in self.model.parameters() if p.requires_grad])
+        if len(optimizer.param_groups) == 1:
+            # Lightning's LearningRateMonitor then logs lr-SGD/server instead of lr-SGD
+            optimizer.param_groups[0].setdefault("name", "server")
+        return optimizer
 
     def prepare_data(self) -> None:
         """Let a LightningModule prepare its data."""

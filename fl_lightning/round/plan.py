@@ -231,8 +231,7 @@ def check_local_work(
     """
     if (local_steps is None) == (local_epochs is None):
         raise ConfigurationError(
-            f"local_steps: {local_steps} and local_epochs: {local_epochs}: give exactly one of them, such as "
-            "local_steps: 20 (null switches the other off)"
+            f"local_steps: {local_steps} and local_epochs: {local_epochs}; give one of them, and leave the other out (null in YAML)"
         )
     for setting, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
         if value is not None and value < 1:

@@ -31,7 +31,7 @@ TABLE = [
     ("--model.local_steps true", "model.local_steps: true is not valid; it takes int, null"),
     ("--model.local_steps []", "model.local_steps: [] is not valid; it takes int, null"),
     ("--model.local_steps {}", "model.local_steps: {} is not valid; it takes int, null"),
-    ("--model.local_epochs 0", "local_steps: 2 and local_epochs: 0: give exactly one of them, such as local_steps: 20 (null switches the other off)"),
+    ("--model.local_epochs 0", "local_steps: 2 and local_epochs: 0; give one of them, and leave the other out (null in YAML)"),
     ("--model.local_steps null --model.local_epochs 0", "local_epochs: 0 must be at least 1"),
     ("--model.local_steps null --model.local_epochs x", "model.local_epochs: x is not valid; it takes int, null"),
     ("--model.participation x", "model.participation: x is not valid; it takes int, float"),

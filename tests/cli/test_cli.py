@@ -90,7 +90,11 @@ def test_the_table_has_at_most_15_rows_unless_the_run_is_verbose(capsys, verbose
     if verbose:
         assert {*shown} == {*metrics}
         assert not any(row.startswith("further values") for row in rows)
+        whose = next(row for row in rows if row.startswith("test/client_accuracy "))
+        assert whose.endswith("  (the server's model, own data)")
     else:
+        assert rows[-1].startswith("training time")
+        assert rows[-1].endswith(" s without evaluations")
         assert len(rows) == 14  # and the row of files
         assert shown == ["test/own_accuracy", "test/personal_accuracy", "test/accuracy"]
         told = f"{len(metrics) - len(shown)} in result.json; the option verbose prints them"

@@ -193,7 +193,7 @@ def test_monitors_join_the_rows_of_metrics_and_of_loggers():
     attempt = trained(**monitors, **{"trainer.logger": logger, "trainer.log_every_n_steps": 2})
     by_round = {row["round"]: row for row in read_metrics(attempt.metrics)}
     cpu = "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent"
-    assert {number: row.get("lr-SGD") for number, row in by_round.items()} == {
+    assert {number: row.get("lr-SGD/server") for number, row in by_round.items()} == {
         0: None, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0,
     }  # fmt: skip
     assert [cpu in row for row in by_round.values()] == [False, False, True, False, True]
@@ -201,7 +201,7 @@ def test_monitors_join_the_rows_of_metrics_and_of_loggers():
     (file,) = Path("csv").rglob("metrics.csv")
     table = [*csv.DictReader(file.read_text().splitlines())]
     assert [float(row["round"]) for row in table] == [0, 1, 2, 3, 4]
-    assert [row["lr-SGD"] for row in table] == ["", "1.0", "1.0", "1.0", "1.0"]
+    assert [row["lr-SGD/server"] for row in table] == ["", "1.0", "1.0", "1.0", "1.0"]
     assert [float(row["train/loss"]) for row in table[1:]] == [
         by_round[number]["train/loss"] for number in range(1, 5)
     ]

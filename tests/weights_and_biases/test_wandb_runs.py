@@ -139,7 +139,7 @@ def test_rows_have_the_values_of_lightnings_monitors(offline):
     (folder,) = offline_runs(attempt)
     logged, written = metrics(read_run(folder).history, attempt)
     assert logged == written
-    assert ["lr-SGD" in row for row in written] == [False, True, True, True]
+    assert ["lr-SGD/server" in row for row in written] == [False, True, True, True]
 
 
 class LogsTables(FederatedCallback):

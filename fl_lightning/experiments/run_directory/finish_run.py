@@ -26,6 +26,13 @@ from fl_lightning.round.policy import policy_table, stages_in_words
 _RATES = ("client/lr", "server/lr")
 _MOST_ROWS = 15  # of the printed table, unless observers alone fill it
 _FEWEST_METRICS = 3
+_WHOSE = {
+    "own_": "own model, own data",
+    "personal_": "own model, the server's data",
+    "client_": "the server's model, own data",
+    "pooled_": "own model, own data of all clients together",
+}
+"""Whose model is evaluated on whose data, by the start of a metric's name."""
 
 
 def finish_run(
@@ -126,10 +133,10 @@ def _print(result: Result, verbose: bool) -> None:
         "sent to clients": format_bytes(result["download_bytes"]),
         **result["reports"],
         **({"continued": origin[-1].removeprefix("continued ")} if origin else {}),
-        "training time": f"{result['train_seconds']:.1f} s",
+        "training time": f"{result['train_seconds']:.1f} s without evaluations",
         "files": result["directory"] or "none (fast_dev_run)",
     }
-    metrics = {name: f"{value:.4f}" for name, value in metric_values(result).items()}
+    metrics = {name: f"{value:.4f}{_whose(name)}" for name, value in metric_values(result).items()}
     if not verbose and len(rows) + len(metrics) + len(below) > _MOST_ROWS:
         room = max(_MOST_ROWS - len(rows) - len(below) - 1, _FEWEST_METRICS)
         order = sorted(metrics, key=lambda name: (not name.startswith("test/"), name.endswith("/loss")))
@@ -137,6 +144,11 @@ def _print(result: Result, verbose: bool) -> None:
             metrics = {name: text for name, text in metrics.items() if name not in hidden}
             metrics["further values"] = f"{len(hidden)} in result.json; the option verbose prints them"
     print_table("Result", rows | metrics | below)
+
+
+def _whose(name: str) -> str:
+    start = next((x for x in _WHOSE if name.removeprefix("val/").removeprefix("test/").startswith(x)), "")
+    return f"  ({_WHOSE[start]})" if start else ""
 
 
 def _extended(result: Result) -> str:
