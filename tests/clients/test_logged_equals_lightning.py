@@ -383,7 +383,7 @@ def test_the_trainers_optimizers_are_lightnings_or_refused_before_round_1(kind):
 
 
 def test_the_page_says_what_becomes_of_the_trainers_optimizers():
-    page = Path(__file__).parents[2].joinpath("docs", "lightning-module.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "module-hooks.md").read_text()
     assert any("`self.trainer.optimizers`" in line for line in page.splitlines() if line.startswith("|"))
 
 

@@ -20,7 +20,7 @@ from tests.support.pages import PAGES, ROOT, blocks, take_examples
 
 EXAMPLE = ROOT / "examples" / "lightning_module"
 PAGE = "docs/lightning-module.md"
-TEXT = PAGES[PAGE].read_text()
+TEXT = PAGES["docs/module-hooks.md"].read_text()
 
 
 def run_script(code, monkeypatch):
