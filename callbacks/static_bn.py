@@ -60,8 +60,8 @@ class StaticBN(FederatedCallback):
         self._is_last = False
 
     def policy(self, round_number: int, total_rounds: int) -> Mapping[str, str]:
-        """Declare that a round resets running statistics."""
-        return dict.fromkeys(("mean", "var", "counter"), "reset")
+        """Declare that the clients' running statistics are discarded after each round."""
+        return dict.fromkeys(("mean", "var", "counter"), "discarded")
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check that running statistics exist and that the aggregator is the weighted mean."""

@@ -63,7 +63,7 @@ KINDS = ("weight", "affine", "mean", "var", "counter", "buffer")
 """Kinds of state that the server holds, in the order of the policy table."""
 
 
-TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
+TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "discarded")
 """Treatments: what a round does with a kind of state.
 
 - ``averaged``: The clients send the state, and the server aggregates it.
@@ -75,9 +75,9 @@ TREATMENTS = ("averaged", "max", "local", "frozen", "pooled", "reset")
   by ``Cohort.remember`` and ``Cohort.recall``. For evaluation, the server uses the mean of the
   state over the round's cohort.
 - ``pooled``: The method aggregates the state itself.
-- ``reset``: The clients start from the server's state, and discard their changes after the round.
-  Only the method changes the server's state. Each client receives the state in its first round,
-  and after each change.
+- ``discarded``: The clients start from the server's state, and their changes are discarded after
+  the round. Only the method changes the server's state. Each client receives the state in its first
+  round, and after each change.
 """
 
 

@@ -74,8 +74,8 @@ class Cohort:
         buffer_kinds: The kind of each buffer by name.
         policy: The treatment of each kind of state and each part of the model (see
             ``fl_lightning.round.policy``).
-        versions: Name of the broadcast value of each frozen or reset block. If a method changes reset
-            state at the server, its name changes.
+        versions: Name of the broadcast value of each frozen or discarded block. If a method changes
+            discarded state at the server, its name changes.
         losses: Mean training loss of each client over the local steps, shape ``[C]``, set before
             ``on_before_aggregate``.
 

@@ -99,7 +99,7 @@ def treatment(policy: Mapping[str, str], kind: str, parts: Iterable[str] = ()) -
         kind: The tensor's kind of state.
         parts: The parts that contain the tensor, the most specific first.
     """
-    return "reset" if kind == "scratch" else next(policy[key] for key in (*parts, kind) if key in policy)
+    return "discarded" if kind == "scratch" else next(policy[key] for key in (*parts, kind) if key in policy)
 
 
 def treatments(model: nn.Module, policy: Mapping[str, str]) -> dict[str, str]:

@@ -134,7 +134,7 @@ class RoundCohort(Cohort):
             name: name if self.treatment(name) == "frozen" else f"{name} {digest(rows.blocks[name][:1])}"
             for rows in (self.params, self.buffers)
             for name, layout in rows.layout.items()
-            if self.treatment(name) in ("frozen", "reset") and layout.kind != "scratch"
+            if self.treatment(name) in ("frozen", "discarded") and layout.kind != "scratch"
         }
         trained = [name for name in self.params.blocks if self.is_trained(name)]
         if trained != self.trained_blocks:

@@ -81,9 +81,9 @@ def round_communication(
     """Return the traffic of a round: the model's state, and additional traffic of methods.
 
     Averaged and pooled state is sent in both directions. Local state and counters are not sent.
-    Frozen and reset state is sent to a client if its value is new to the client: frozen state once,
-    in the client's first round after the freeze, and reset state in the client's first round and
-    after each change at the server.
+    Frozen and discarded state is sent to a client if its value is new to the client. Frozen state is
+    sent in the client's first round after the freeze. Discarded state is sent in the client's first
+    round, and after each change at the server.
 
     Args:
         cohort: The round's clients, after their local steps.

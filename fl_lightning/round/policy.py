@@ -19,7 +19,7 @@ Stage = tuple[int | str, str]
 If the first round is determined during training, the method's class name replaces the round.
 """
 
-_EXCLUSIVE = ("local", "pooled", "reset")
+_EXCLUSIVE = ("local", "pooled", "discarded")
 """Treatments that only one method can declare for the same kind of state."""
 
 _DEFAULT = dict.fromkeys(KINDS, "averaged") | {"counter": "max"}

@@ -44,7 +44,8 @@ class RunRecord:
             out.
         clients: Number of rounds, number of local steps and latest mean training loss of each
             client.
-        holders: Clients that have received frozen or reset state, by version (``Cohort.versions``).
+        holders: Clients that have received frozen or discarded state, by version
+            (``Cohort.versions``).
         data: Digests of the data, see ``FederatedDataModule.fingerprint``.
         description: Settings that affect results, by dotted name; may be empty.
         computed_by: The executor and other facts that affect rounding errors; empty if unknown.

@@ -105,8 +105,8 @@ def _set_local_parameters(cohort: RoundCohort, aggregator: Aggregator) -> None:
 def _set_statistics(cohort: RoundCohort, aggregator: Aggregator, statistics: StatisticsAggregator) -> None:
     """Set the server's buffers to the clients' aggregate, without the server optimizer.
 
-    Integer buffers become the maximum over the clients. Frozen, pooled and reset buffers do not
-    change.
+    Integer buffers become the maximum over the clients. Frozen, pooled and discarded buffers do
+    not change.
     """
     for name, block in cohort.buffers.blocks.items():
         treatment, names = cohort.treatment(name), cohort.buffers.layout[name].shapes

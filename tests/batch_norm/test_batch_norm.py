@@ -288,7 +288,7 @@ def test_bn_momentum_is_that_of_every_layer():
         train(small_cnn(), blobs(), 1, bn_momentum=0)
 
 
-@pytest.mark.parametrize("treatment", ["local", "pooled", "reset"])
+@pytest.mark.parametrize("treatment", ["local", "pooled", "discarded"])
 def test_two_callbacks_cannot_both_carry_out_what_happens_to_a_kind(treatment):
     class First(FederatedCallback):
         def policy(self, round_number, total_rounds):

@@ -1,6 +1,6 @@
 """Which methods may be combined: allowed pairs keep the contract, all others are refused with a reason before they train.
 
-A method's kind is what it does to a round: it observes; it keeps state local, fixed (frozen or reset) or averaged; or it
+A method's kind is what it does to a round: it observes; it keeps state local, fixed (frozen or discarded) or averaged; or it
 declares no policy, and changes gradients or something else of a round. In CI each method trains with a partner of each kind
 that it may be combined with; the other pairs are nightly.
 """
@@ -69,7 +69,13 @@ ALLOWED = {
 """What changes a client's step goes with every method, but for momentum that one keeps, restarts or counts on, two remedies of
 client drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""
 PAIRS = [frozenset(pair) for pair in combinations(sorted(SETTINGS), 2)]
-KINDS = {"local": "local", "frozen": "fixed", "reset": "fixed", "averaged": "averaged", "pooled": "averaged"}
+KINDS = {
+    "local": "local",
+    "frozen": "fixed",
+    "discarded": "fixed",
+    "averaged": "averaged",
+    "pooled": "averaged",
+}
 
 
 def ids(pair):

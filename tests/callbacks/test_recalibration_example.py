@@ -75,5 +75,5 @@ def test_it_obeys_all_rules(tmp_path):
 def test_the_remedies_for_other_declarations_name_the_one_that_fits(method, rule, tmp_path):
     with pytest.raises(Violated) as violated:
         RULES[rule](Trials(method, tmp_path))
-    assert '"reset"' in REMEDIES[rule]
+    assert '"discarded"' in REMEDIES[rule]
     assert "pseudo_gradient" not in str(violated.value)

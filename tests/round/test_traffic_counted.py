@@ -165,12 +165,12 @@ class Rewrites(FederatedCallback):
         self.names = names
 
     def policy(self, round_number, total_rounds):
-        return dict.fromkeys(self.names, "reset")
+        return dict.fromkeys(self.names, "discarded")
 
     def on_round_end(self, trainer, pl_module, cohort):
         state = cohort.server_parameters | cohort.server_buffers
         for name, treatment in cohort.treatments.items():
-            if treatment == "reset" and state[name].is_floating_point():
+            if treatment == "discarded" and state[name].is_floating_point():
                 state[name].detach().copy_(torch.rand_like(state[name]))
 
 

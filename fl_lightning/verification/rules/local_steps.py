@@ -109,7 +109,7 @@ def fresh_noise(trials: Trials) -> Violations:
 
 @rule(
     "set statistics in on_round_end, after the server's step; declare statistics that follow from the server's weights "
-    '"reset"'
+    '"discarded"'
 )
 def server_optimizer(trials: Trials) -> Violations:
     """Check that the server optimizer does not affect statistics.
@@ -119,7 +119,7 @@ def server_optimizer(trials: Trials) -> Violations:
     """
     run = trials.run()
     first, second = run.rounds[0], trials.run(**WITH_SERVER_MOMENTUM).rounds[0]
-    names = [name for name in run.names(*STATISTICS) if first.treatments[name] != "reset"]
+    names = [name for name in run.names(*STATISTICS) if first.treatments[name] != "discarded"]
     gap, name = largest_difference(first.server, second.server, names)
     if gap:
         yield f"statistics must not depend on the server optimizer: {name} differs by {gap:.2g} in round 1"

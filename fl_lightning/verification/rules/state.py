@@ -68,7 +68,7 @@ def between_rounds(trials: Trials) -> Violations:
 
 
 @rule(
-    'declare state "pooled" if the method combines what clients send, and "reset" if the server finds it without them',
+    'declare state "pooled" if the method combines what clients send, and "discarded" if the server finds it without them',
     "attacks are tried with the median as aggregator",
 )
 def server_state(trials: Trials) -> Violations:
@@ -199,7 +199,7 @@ def one_broadcast(trials: Trials) -> Violations:
     run = trials.run()
     for seen, (name, kind) in product(run.rounds, run.kinds.items()):
         treatment, start = seen.treatments[name], seen.start[name]
-        if treatment in ("local", "reset"):
+        if treatment in ("local", "discarded"):
             continue
         if apart(start[:1].expand_as(start), start):
             yield f"clients must start {seen} from one broadcast: {treatment} {name} differs between clients"

@@ -42,7 +42,7 @@ def traffic(trials: Trials) -> Violations:
     - Download: the rule changes a tensor of at least 8 floats in the server's memory, and parameters
       that are not trained but changed at the server. If the clients start from the same state, their
       local steps must be the same.
-    - Frozen and reset state: a client starts from new values only if its round counts them.
+    - Frozen and discarded state: a client starts from new values only if its round counts them.
     """
     usual, number = trials.run(), 3
     yield from _uncounted(usual)
@@ -120,13 +120,13 @@ def exchange_in_a_round(trials: Trials) -> Violations:
 def clients_own_state(trials: Trials) -> Violations:
     """Check that state which a client does not send affects neither the server nor other clients.
 
-    A client does not send local, frozen and reset state. If ``extra_payload`` counts the optimizer
+    A client does not send local, frozen and discarded state. If ``extra_payload`` counts the optimizer
     state, the rule takes this state as sent.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
     sends_optimizer = seen.payload[0] >= max(seen.received, 1)
-    what = ("local", "frozen", "reset", *([] if sends_optimizer else ["optimizer"]))
+    what = ("local", "frozen", "discarded", *([] if sends_optimizer else ["optimizer"]))
     disturbance = Disturbance(seen.clients[-1], number, what)
     other = trials.run(disturbance=disturbance)
     names = [name for name in usual.kinds if seen.treatments[name] != "local"]

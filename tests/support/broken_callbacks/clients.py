@@ -75,7 +75,7 @@ class KeptReset(FederatedCallback):
     """Says that statistics are reset, but hands them on."""
 
     def policy(self, round_number, total_rounds):
-        return dict.fromkeys(("mean", "var"), "reset")
+        return dict.fromkeys(("mean", "var"), "discarded")
 
     def on_round_end(self, trainer, pl_module, cohort):
         for name in of_kind(cohort, "mean", "var"):
@@ -107,7 +107,7 @@ class HandsOnResetCounters(FederatedCallback):
     """Says that counters are reset, but hands the largest on."""
 
     def policy(self, round_number, total_rounds):
-        return {"counter": "reset"}
+        return {"counter": "discarded"}
 
     def on_round_end(self, trainer, pl_module, cohort):
         for name in of_kind(cohort, "counter"):

@@ -146,7 +146,7 @@ class SilentStart(FederatedCallback):
     """Says that statistics are reset, and gives clients others than the server's to start from."""
 
     def policy(self, round_number, total_rounds):
-        return dict.fromkeys(("mean", "var"), "reset")
+        return dict.fromkeys(("mean", "var"), "discarded")
 
     def on_round_start(self, trainer, pl_module, cohort):
         for name in of_kind(cohort, "mean"):
