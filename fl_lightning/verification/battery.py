@@ -101,7 +101,7 @@ def _judge(line: str, check: Rule, trials: Trials, hindered: str, raised: dict[i
 
 
 def _anchor(line: str) -> str:
-    return f"(docs/verify.md#{line.replace(' ', '-') if line in RULES else 'equalities'})"
+    return f"(docs/verify-rules.md#{line.replace(' ', '-') if line in RULES else 'equalities'})"
 
 
 def _equals(name: str, trials: Trials) -> str:

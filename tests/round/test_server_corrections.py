@@ -172,7 +172,7 @@ def test_verify_accepts_a_correction_in_its_hook(right, rounds):
 def test_verify_sends_any_other_correction_to_the_hook():
     failed = {finding.line: finding.detail for finding in certify(AtTheEnd, references=False).failed}
     assert "only on_after_aggregate may correct the server" in failed["server state"]
-    assert "own-method.md#a-correction-at-the-server" in failed["server state"]
+    assert "method-server.md#a-correction-at-the-server" in failed["server state"]
 
 
 def test_bytes_are_those_of_a_run_without_a_correction():

@@ -422,7 +422,7 @@ def test_an_error_of_a_rules_run_stands_once_with_the_rules_anchor():
     assert failed.detail.startswith(
         "a run raises ZeroDivisionError in on_after_aggregate, test_verify.py line"
     )
-    assert failed.detail.endswith("(docs/verify.md#learning-rate-0)")
+    assert failed.detail.endswith("(docs/verify-rules.md#learning-rate-0)")
 
 
 @pytest.mark.slow

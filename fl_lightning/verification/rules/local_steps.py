@@ -41,8 +41,7 @@ def learning_rate_0(trials: Trials) -> Violations:
     """Check that a client learning rate of 0 changes no weights, at clients or at the server.
 
     A correction in ``on_after_aggregate`` may change the server's weights. The rule does not apply
-    to attacks, nor to methods that draw random numbers. Noise may change weights at any learning
-    rate.
+    to attacks, or to methods that draw random numbers.
     """
     run = trials.run(**RESTING)
     if difference(outcome(run), outcome(trials.run(**RESTING, seed=1))) is not None:
@@ -61,8 +60,8 @@ def learning_rate_0(trials: Trials) -> Violations:
 def pooled_weights(trials: Trials) -> Violations:
     """Check that pooled statistics weight each client by ``n_i / n``, its share of the samples.
 
-    If a client is replaced by two clients, each with the same data and half the weight, the
-    statistics must be the same. The rule does not apply to a method that promises
+    The rule replaces a client by two clients, each with the same data and half the weight. The
+    statistics must stay the same. The rule does not apply to a method that promises
     ``union_statistics`` or ``equal_passes``.
     """
     first = trials.run().rounds[0]
@@ -107,10 +106,7 @@ def fresh_noise(trials: Trials) -> Violations:
     return "no noise in the gradients repeats at another client or in the next local step"
 
 
-@rule(
-    "set statistics in on_round_end, after the server's step; declare statistics that follow from the server's weights "
-    '"discarded"'
-)
+@rule('set statistics in on_round_end; declare statistics that the server computes alone "discarded"')
 def server_optimizer(trials: Trials) -> Violations:
     """Check that the server optimizer does not affect statistics.
 

@@ -29,8 +29,8 @@ _ON_RANKS = (
 def resume(trials: Trials) -> Violations:
     """Check that a resumed run gives the same results as an uninterrupted run, bit for bit.
 
-    The run is resumed after each round. The results are the model, the state of the server
-    optimizer, the method's memory and all metrics. The server optimizer has momentum.
+    The run is resumed after each round. The model, the server optimizer's momentum, the method's
+    memory and all metrics are compared.
     """
     uninterrupted = trials.run(**WITH_SERVER_MOMENTUM)
     for number in range(1, len(SCRIPT)):
@@ -59,7 +59,7 @@ def executors(trials: Trials) -> Violations:
     )
 
 
-@rule("draw from cohort.generators in local steps, and obey docs/own-method.md#on-several-ranks")
+@rule("draw from cohort.generators in local steps, and obey docs/method-ranks.md")
 def ranks(trials: Trials) -> Violations:
     """Check that a run on two ranks equals a run on one rank bit for bit.
 

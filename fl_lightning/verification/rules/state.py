@@ -23,8 +23,8 @@ from fl_lightning.verification.trials import WITH_SERVER_MOMENTUM, Trials
 def trains(trials: Trials) -> Violations:
     """Check that state stays finite and that training changes the weights.
 
-    No loss may be NaN, and running variances must be >= 0. Attackers may send any values. Attacks
-    are checked with the median as aggregator.
+    No loss may be NaN, and running variances must be >= 0. Attackers may send any values. For
+    attacks, the aggregator is the median.
     """
     run = trials.attempt()
     for seen in run.rounds:
@@ -68,15 +68,17 @@ def between_rounds(trials: Trials) -> Violations:
 
 
 @rule(
-    'declare state "pooled" if the method combines what clients send, and "discarded" if the server finds it without them',
+    'declare state "pooled" if the method combines the clients\' state, and "discarded" if the server computes it alone',
     "attacks are tried with the median as aggregator",
 )
 def server_state(trials: Trials) -> Violations:
     """Check that the server's averaged and local state is the clients' weighted mean.
 
-    The mean is ``sum p_i x_i`` with ``p_i = n_i / n``; the server optimizer is ``SGD(lr=1)``. Only
-    ``on_after_aggregate`` may correct the server's state. A counter at the server must be int64 and
-    equal the clients' largest counter. Pooled state must change in every round.
+    The mean is ``sum p_i x_i`` with ``p_i = n_i / n``. The server optimizer is ``SGD(lr=1)``.
+
+    - Only ``on_after_aggregate`` may correct the server's state.
+    - A counter at the server must be int64, and equal the clients' largest counter.
+    - Pooled state must change in every round.
     """
     run, worst, corrections = trials.run(), 0.0, set()
     for seen, (name, kind) in product(run.rounds, run.kinds.items()):
@@ -98,7 +100,7 @@ def server_state(trials: Trials) -> Violations:
             yield (
                 f"only on_after_aggregate may correct the server: {name} differs by {changed:.2g} from the clients' "
                 f"weighted mean in {seen} after the method's other hooks{way} "
-                "(docs/own-method.md#a-correction-at-the-server)"
+                "(docs/method-server.md#a-correction-at-the-server)"
             )
         if apart(held, seen.corrected[name]):
             corrections.add(seen.number)
@@ -110,9 +112,9 @@ def server_state(trials: Trials) -> Violations:
 def frozen_state(trials: Trials) -> Violations:
     """Check that frozen state is constant bit for bit, and that other statistics change.
 
-    Statistics that are averaged or local must change in each round. The rule must hold for any
-    server optimizer. A subclass of :class:`~fl_lightning.methods.freezing.Freezing` must freeze its
-    state in round T* + 1. T* may be a setting, or be determined in training.
+    Averaged and local statistics must change in each round. The rule must hold for any server
+    optimizer. A subclass of :class:`~fl_lightning.methods.freezing.Freezing` must freeze its state
+    in round T* + 1.
     """
     frozen = set()
     for run in (trials.run(), trials.run(**WITH_SERVER_MOMENTUM)):
@@ -139,10 +141,10 @@ def frozen_state(trials: Trials) -> Violations:
 
 @rule("log and change nothing in the rounds that same_until declares")
 def first_stage(trials: Trials) -> Violations:
-    """Check that the rounds of ``same_until`` equal those of a run without the method, bit for bit.
+    """Check that the first rounds of a run equal a run without the method, bit for bit.
 
-    The server's state and all metrics are compared. Runs of a study share these rounds. Studies
-    ignore a declaration that a class inherits.
+    ``same_until`` returns the number of these rounds, which runs of a study share. The server's
+    state and all metrics are compared. A ``same_until`` that the class inherits is ignored.
     """
     run, plain, method = trials.run(), trials.run(bare=True), trials.make()
     until = method.same_until(len(run.rounds)) if "same_until" in vars(type(method)) else None
@@ -193,8 +195,8 @@ def local_state(trials: Trials) -> Violations:
 def one_broadcast(trials: Trials) -> Violations:
     """Check that all clients start a round from the same averaged, pooled and frozen state.
 
-    A client's BN batch counter must grow by the number of its local steps. If the client's BN
-    layers are frozen, the counter must not change.
+    The batch counter of a client's BN layer must grow by the client's number of local steps. If the
+    layer is frozen, the counter must not change.
     """
     run = trials.run()
     for seen, (name, kind) in product(run.rounds, run.kinds.items()):

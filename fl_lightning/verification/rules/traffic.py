@@ -37,12 +37,12 @@ def payload(trials: Trials) -> Violations:
 def traffic(trials: Trials) -> Violations:
     """Check that ``extra_payload`` counts all traffic except weights, statistics and losses.
 
-    - Upload: a client gets different data, but sends unchanged weights, statistics and loss. The
-      server must not change.
-    - Download: the rule changes a tensor of at least 8 floats in the server's memory, and parameters
-      that are not trained but changed at the server. If the clients start from the same state, their
-      local steps must be the same.
-    - Frozen and discarded state: a client starts from new values only if its round counts them.
+    - Upload: one client trains on other data, and sends the same weights, statistics and loss as
+      before. The server's state must stay the same.
+    - Download: the rule changes tensors of at least 8 floats in the server's part of the method's
+      memory, and untrained parameters that the server changes. The local steps of clients that start
+      from the same state must stay the same.
+    - Start of a round: if a client starts from new values, the round must count these values.
     """
     usual, number = trials.run(), 3
     yield from _uncounted(usual)
@@ -104,8 +104,7 @@ def absent_clients(trials: Trials) -> Violations:
 def exchange_in_a_round(trials: Trials) -> Violations:
     """Check that a client's message does not depend on other clients' data in the same round.
 
-    The rule does not apply if a method declares exchanges inside a round. The rule does not apply
-    to attacks, because attackers know the honest clients' messages.
+    The rule does not apply to methods that declare exchanges inside a round, or to attacks.
     """
     usual = trials.run()
     undeclared = [seen for seen in usual.rounds[1:] if not seen.exchanges]
@@ -120,8 +119,8 @@ def exchange_in_a_round(trials: Trials) -> Violations:
 def clients_own_state(trials: Trials) -> Violations:
     """Check that state which a client does not send affects neither the server nor other clients.
 
-    A client does not send local, frozen and discarded state. If ``extra_payload`` counts the optimizer
-    state, the rule takes this state as sent.
+    A client does not send local, frozen and discarded state. It does not send the state of its
+    optimizer either, unless ``extra_payload`` counts this state.
     """
     usual, number = trials.run(), 3
     seen = usual.rounds[number - 1]
