@@ -358,7 +358,7 @@ def test_a_process_of_its_own_knows_methods_by_dotted_path_writes_below_its_fold
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "FedAvg + FedProx() + FedBN()" in done.stdout
+    assert "FedAvg + FedProx() + ServerMomentum() + FedBN()" in done.stdout
     assert [path for place in places.values() for path in place.iterdir()] == []
     temporary.rmdir()
     assert {path.name for path in (tmp_path / "work").iterdir()} - {"__pycache__"} == {

@@ -22,6 +22,8 @@ from fl_lightning.verification import certify
 from tests.support.command_line import main
 from tests.support.helpers import SGD, ArrayClient, blobs, fit, small_cnn, write_cifar10_folders
 from tests.support.pages import (
+    METHOD_PAGES,
+    METHODS,
     OURS,
     PAGES,
     ROOT,
@@ -31,7 +33,7 @@ from tests.support.pages import (
     methods_of,
     take_examples,
 )
-from tests.support.readme_code import METHOD_BLOCKS, hide
+from tests.support.readme_code import PAGE_OF, hide
 from tests.support.street_scenes import write_scenes
 
 BY_HAND = (
@@ -67,7 +69,13 @@ LEFT = {
     "docs/first-run.md": "cifar10_small_fixbn/*/result.json",
     "docs/hospitals.md": "studies/study-full/table.tex",
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
-    "docs/own-method.md": "quickstart/*/updates.csv",
+    "docs/method-client-state.md": "digits_fedavg_bn/*/result.json",
+    "docs/method-evaluations.md": "quickstart/*/updates.csv",
+    "docs/method-layers.md": "digits_fedavg_bn/*/result.json",
+    "docs/method-parts.md": "digits_fedavg_bn/*/result.json",
+    "docs/method-ranks.md": "quickstart/*/result.json",
+    "docs/method-server.md": "quickstart/*/result.json",
+    "docs/own-method.md": "digits_fedavg_gn/*/result.json",
     "docs/reliability.md": "digits_failures/*/result.json",
     "docs/lightning-module.md": "studies/study-quick/table.tex",
     "docs/metrics.md": "quickstart_f1/*/result.json",
@@ -79,7 +87,7 @@ LEFT = {
 }
 """A file below ``runs`` that a page's commands leave."""
 
-QUICK = "docs/own-method.md"
+QUICK = METHODS
 """The page whose commands run in the README's tests; the others' take longer."""
 
 
@@ -171,28 +179,10 @@ def test_every_command_of_a_page_runs_in_its_order_for_two_rounds(name, write_me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *METHOD_BLOCKS,
-        "FrozenGamma",
-        "OwnHead",
-        "SentMomentum",
-        "OwnStatistics",
-        "FrozenAffine",
-        "AsEvaluated",
-        "GradientNorm",
-        "OwnBias",
-        "Measured",
-        "CentredInputs",
-        "OwnGates",
-        "Tent",
-        "Updates",
-    ],
-)
+@pytest.mark.parametrize("name", PAGE_OF)
 def test_the_methods_of_the_pages_keep_what_they_promise(name):
     namespace = {"__name__": "methods"}
-    exec(methods_of("docs/own-method.md"), namespace)  # noqa: S102  # our own page
+    exec(methods_of(PAGE_OF[name]), namespace)  # noqa: S102  # our own page
     hide()
     assert certify(namespace[name], references=False).failed == []
 
@@ -201,7 +191,13 @@ def test_every_python_block_is_tried():
     used = {
         "README.md": 2,
         "docs/adapters.md": 3,
-        "docs/own-method.md": 19,
+        "docs/own-method.md": 2,
+        "docs/method-client-state.md": 4,
+        "docs/method-evaluations.md": 4,
+        "docs/method-layers.md": 3,
+        "docs/method-parts.md": 3,
+        "docs/method-ranks.md": 1,
+        "docs/method-server.md": 2,
         "docs/own-data.md": 4,
         "docs/python.md": 3,
         "docs/data.md": 3,
@@ -318,7 +314,7 @@ def test_a_cohort_has_what_the_pages_say():
             found.append({*dir(cohort), *vars(cohort)})
 
     fit(FederatedModule(small_cnn(), SGD, local_steps=1), blobs(), 1, [Looks()])
-    page = PAGES["docs/own-method.md"].read_text()
+    page = "\n\n".join(PAGES[name].read_text() for name in METHOD_PAGES)
     table = page[page.index("| of the `cohort` |") :].split("\n\n")[0]
     named = {
         *re.findall(r"\bcohort\.(\w+)", page),
@@ -328,8 +324,8 @@ def test_a_cohort_has_what_the_pages_say():
     assert named - found[0] == set()
 
 
-def test_the_test_on_the_page_passes():
-    written = {"__name__": "methods"}
-    exec(methods_of("docs/own-method.md"), written)  # noqa: S102  # the code of the page
-    hide()
-    written["test_one_local_step_of_equal_clients_is_centralised_training"]()
+def test_the_test_on_the_page_passes(write_methods):
+    write_methods(METHODS)
+    written = {"__name__": "test_methods"}
+    exec(blocks(METHODS, "python")[1], written)  # noqa: S102  # the code of the page
+    written["test_the_method_equals_momentum_of_the_server_optimizer"]()

@@ -11,7 +11,7 @@ Methods
     contract: every method with the settings in which it is tested
     broken_callbacks: callbacks that are each wrong in one way
     added_layers: methods that add layers with trainable parameters
-    readme_code: the methods of the README and of the page on one's own methods
+    readme_code: the methods of the README and of the pages on one's own methods
 
 LightningModules and data
     lightning_sites: a LightningModule and data modules of sites, as a user of Lightning writes them

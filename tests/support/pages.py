@@ -14,6 +14,10 @@ BENCHMARKS = ROOT / "benchmarks" / "README.md"
 WRITTEN = {str(path.relative_to(ROOT)): path for path in (*sorted(ROOT.glob("*.md")), BENCHMARKS)} | PAGES
 """Everything that is written in Markdown for a reader."""
 
+METHODS = "docs/own-method.md"
+METHOD_PAGES = (METHODS, *(name for name in PAGES if name.startswith("docs/method-")))
+"""The pages on methods of one's own. The later ones may extend classes of the first."""
+
 OURS = ".venv/bin/python -m fl_lightning "
 
 
@@ -23,9 +27,10 @@ def blocks(name, language):
 
 
 def methods_of(name):
-    """What a reader of a page and of the README has in ``methods.py``: the Python blocks that run nothing themselves."""
-    written = [block for each in dict.fromkeys(["README.md", name]) for block in blocks(each, "python")]
-    runs = ("trainer.fit", ".write_", "Run(")
+    """Return the ``methods.py`` of a reader: the Python blocks of the README and of a page that run and test nothing."""
+    pages = ["README.md", *([METHODS] if name in METHOD_PAGES else []), name]
+    written = [block for each in dict.fromkeys(pages) for block in blocks(each, "python")]
+    runs = ("trainer.fit", ".write_", "Run(", "def test_")
     return "\n\n".join(block for block in written if not any(word in block for word in runs))
 
 

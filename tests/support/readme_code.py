@@ -1,14 +1,14 @@
-"""The methods of the README and of the page on one's own methods, as their reader has them."""
+"""The methods of the README and of the pages on one's own methods, as their reader has them."""
 
 import re
 from types import SimpleNamespace
 
 from fl_lightning import FederatedCallback
-from tests.support.pages import blocks
+from tests.support.pages import METHOD_PAGES, blocks
 
 METHOD_BLOCKS = {
     found[1]: block
-    for name in ("README.md", "docs/own-method.md")
+    for name in ("README.md", *METHOD_PAGES)
     for block in blocks(name, "python")
     if (
         found := re.match(
@@ -16,7 +16,15 @@ METHOD_BLOCKS = {
         )
     )
 }
-"""The two that start from nothing but ``FederatedCallback`` and what it keeps."""
+"""The classes whose block imports only ``FederatedCallback`` and its memory."""
+
+PAGE_OF = {
+    found[1]: name
+    for name in ("README.md", *METHOD_PAGES)
+    for block in blocks(name, "python")
+    for found in re.finditer(r"^class (\w+)\((?!SwappedBatchNorm|nn\.)", block, re.MULTILINE)
+}
+"""The page of each class that is not a layer."""
 
 
 def hide():
