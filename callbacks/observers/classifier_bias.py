@@ -40,8 +40,9 @@ class ClassifierBias(Observer):
     - ``accuracy_calibrated``: Accuracy with a bias added to the logits. With this bias, all C
       classes have the same mean probability, 1 / C. The bias is found without labels
       (:func:`~fl_lightning.callbacks.observers.calibration.uniform_bias`). The difference from
-      ``accuracy`` is the effect of the classifier's bias. If the search for the bias does not
-      converge, the metric is left out.
+      ``accuracy`` is the effect of the classifier's bias. The metric is meant for evaluation data
+      with equally frequent classes. If the search for the bias does not converge, the metric is
+      left out.
     - ``accuracy_within_clients``: Mean accuracy over the clients if the model knows each sample's
       client. A client is evaluated on the samples of the client's classes. The prediction is the
       class with the highest logit among the client's classes.
