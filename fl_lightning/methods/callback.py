@@ -55,9 +55,9 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     these rules:
 
     - Four hooks get the entire cohort: ``on_round_start``, ``on_before_aggregate``,
-      ``on_after_aggregate`` and ``on_round_end``. The four hooks and Lightning's hooks must do the
-      same on every rank. These hooks must therefore not use clocks or rank numbers, and must draw
-      random numbers only from the global generators.
+      ``on_after_aggregate`` and ``on_round_end``. In the four hooks and in Lightning's hooks, all
+      ranks must compute the same numbers. These hooks must therefore not use clocks or rank numbers,
+      and must draw random numbers only from the global generators.
     - Two hooks get only the rows of their rank: ``on_after_local_backward`` and
       ``on_local_step_end``. ``cohort.rows`` has the indices of the rows. A rank may have no rows.
       The two hooks may change only these rows. They must not call ``cohort.mean``, which would
@@ -120,14 +120,14 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         """Replace layers by layers with more trainable parameters, which stay in the model.
 
         The method is called once for each model, before training, evaluations and
-        ``list parameters``.
+        ``list parameters``. Random initial values depend on the run's seed.
         """
 
     def configure_batch_norm(self, pl_module: "FederatedModule") -> None:
         """Replace BN layers of ``pl_module.model`` for the run, or check the model.
 
-        The model must keep its parameters and their names. Apart from BN, the forward pass must not
-        change.
+        The model must keep its parameters and their names, because the BN layers are restored after
+        the run. Apart from BN, the forward pass must not change.
         """
 
     def change_batches(
