@@ -71,7 +71,7 @@ class LeakedMomentum(MaintainedMomentum):
 
 
 @fails("clients own state")
-class KeptReset(FederatedCallback):
+class KeptDiscarded(FederatedCallback):
     """Says that statistics are reset, but hands them on."""
 
     def policy(self, round_number, total_rounds):
@@ -103,7 +103,7 @@ class CountsTheOthers(LocalState):
 
 
 @fails("clients own state")
-class HandsOnResetCounters(FederatedCallback):
+class HandsOnDiscardedCounters(FederatedCallback):
     """Says that counters are reset, but hands the largest on."""
 
     def policy(self, round_number, total_rounds):
