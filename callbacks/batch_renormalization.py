@@ -43,9 +43,9 @@ class RenormalizedBatchNorm(SwappedBatchNorm):
 
 
 class BatchRenormalization(FederatedCallback):
-    """Batch Renormalization: BN in training normalises almost as in evaluation.
+    """Batch Renormalization: the batch's statistics are corrected towards the running statistics.
 
-    A BN layer normalises with the mean m_B and the standard deviation s_B of the batch. Then it
+    BN in training thus normalises almost as in evaluation. A BN layer normalises with the mean m_B and the standard deviation s_B of the batch. Then it
     corrects the result towards the running mean m and the running standard deviation s::
 
         y = gamma ((x - m_B) / s_B r + d) + beta
@@ -63,7 +63,8 @@ class BatchRenormalization(FederatedCallback):
     Args:
         r_max: Last limit of r, at least 1.
         d_max: Last limit of d, at least 0.
-        r_growth: Two times. Between them, the limit of r grows linearly.
+        r_growth: Two times. Between them, the limit of r grows linearly. The defaults of both growths
+            are for tens of thousands of local steps. Shorter runs need earlier times.
         d_growth: Two times. Between them, the limit of d grows linearly.
         unit: Unit of the times: ``"steps"`` (local steps) or ``"rounds"``.
         momentum: Weight of a batch in m and s. It replaces the momentum of the layers.

@@ -9,11 +9,12 @@ from fl_lightning.round import aggregate
 
 
 class FedDyn(FederatedCallback):
-    """FedDyn: each client adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1).
+    """FedDyn: dynamic regularisation of the clients' losses, and a correction at the server.
 
-    x are the server's parameters, and x_i are the parameters of client i. Client i keeps g_i,
-    an estimate of the gradient of its loss at x_i. At first, g_i is 0. After each round in which
-    client i trains, the client updates ``g_i <- g_i - alpha (x_i - x)``.
+    Client i adds ``alpha / 2 |x_i - x|^2 - <g_i, x_i>`` to its loss (Algorithm 1). x are the
+    server's parameters, and x_i are the parameters of client i. Client i keeps g_i, an estimate of
+    the gradient of its loss at x_i. At first, g_i is 0. After each round in which client i trains,
+    the client updates ``g_i <- g_i - alpha (x_i - x)``.
 
     The server keeps h, the weighted mean of all g_i. After each round, the server updates
     ``h <- h - alpha |S|/n mean(x_i - x)``. S is the cohort, and n is the number of clients. If the

@@ -51,11 +51,11 @@ class ChosenBatchNorm(SwappedBatchNorm):
 
 
 class FedExFixBN(FoundFreezing):
-    """FixBN with a search for T*: FedEx compares batch and frozen statistics (our adaptation).
+    """FixBN with FedEx: clients try batch and frozen statistics, and T* follows from their losses.
 
-    FedEx tunes settings that may differ between the clients of a round. T*, the last round before
-    BN freezes, is one number for the entire run. The search therefore compares two configurations
-    of a client:
+    This is our adaptation of FedEx, which tunes settings that may differ between the clients of a
+    round. T*, the last round before BN freezes, is one number for the entire run. The search
+    therefore compares two configurations of a client:
 
     - Train with batch statistics.
     - Train with the server's running statistics, without changing them (frozen).

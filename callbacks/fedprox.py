@@ -7,10 +7,11 @@ from fl_lightning.errors import check_number
 
 
 class FedProx(FederatedCallback):
-    """FedProx: each client adds the proximal term ``mu / 2 |theta_i - theta|^2`` to its loss.
+    """FedProx: a proximal term pulls each client towards the server's parameters.
 
-    theta are the server's parameters, and theta_i are the parameters of client i. Only the gradient
-    of the term, ``mu (theta_i - theta)``, is computed. The logged loss excludes the term.
+    Each client adds ``mu / 2 |theta_i - theta|^2`` to its loss. theta are the server's parameters,
+    and theta_i are the parameters of client i. Only the gradient of the term, ``mu (theta_i -
+    theta)``, is computed. The logged loss excludes the term.
 
     The term includes all parameters that the server averages, but not local parameters (FedBN) or
     statistics. The first local step equals FedAvg's, because theta_i still equals theta.

@@ -10,7 +10,7 @@ _KINDS = {"statistics": STATISTICS, "affine": ("affine",), "both": (*STATISTICS,
 
 
 class FixBN(Freezing):
-    """FixBN: Batch Normalization is frozen after round T* (Algorithm 1).
+    """FixBN: after round T*, BN normalises with frozen running statistics (Algorithm 1).
 
     Rounds 1 to T* are FedAvg with BN. From round T* + 1 on, every client normalises with the
     server's running statistics of round T*. gamma and beta continue to train, unless ``freeze``

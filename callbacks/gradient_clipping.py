@@ -27,7 +27,8 @@ class ClientGradientClipping(FederatedCallback):
     Adaptive gradient clipping (Brock et al., arXiv 2102.06171, eq. 3) limits the gradient G_i of each
     output unit in relation to the unit's weights W_i: ``|G_i| <= max_norm max(|W_i|, 1e-3)``. The
     units of a parameter are the slices of its first dimension. A parameter with one dimension is a
-    single unit. The last layer is not clipped.
+    single unit. The last layer is not clipped. Adaptive clipping is for networks without norm layers,
+    such as those with ``norm: scaled_ws``.
 
     Args:
         max_norm: Largest norm, above 0. With infinity, no gradient changes. The adaptive clipping of

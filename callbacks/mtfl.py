@@ -4,7 +4,7 @@ from fl_lightning.methods import LocalState
 
 
 class MTFL(LocalState):
-    """MTFL with private gamma and beta: clients keep BN's gamma and beta; other state is averaged.
+    """MTFL: clients keep gamma and beta of BN; all other state is averaged.
 
     A client's gamma and beta start from the server's initial values. ``own_accuracy`` is the
     paper's measure: the accuracy of a client's model, with the averaged state, on test data with

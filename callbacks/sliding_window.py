@@ -13,7 +13,7 @@ from fl_lightning.methods import FoundFreezing, sent_kinds
 
 
 class SlidingWindowFixBN(FoundFreezing):
-    """FixBN that finds T* in training: BN freezes once its statistics change at a steady pace.
+    """FixBN with a window: T* is the round from which the statistics change at a steady pace.
 
     In each round, every client sends running statistics. A client's change is the L1 distance
     between the statistics in this round and in the client's previous round. A round's change is the

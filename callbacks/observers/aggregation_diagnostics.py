@@ -14,7 +14,7 @@ from fl_lightning.round import sent_vectors
 
 
 class AggregationDiagnostics(Report, Observer):
-    """Observer of the aggregation rules under attack; training does not change.
+    """Observer of aggregation rules under attack: their distance from the honest clients' mean.
 
     The observer measures round 1 and every ``every_n_rounds``-th round. A measured round takes
     longer, because it aggregates twice. Each metric is logged for three kinds of state. ``KIND`` is

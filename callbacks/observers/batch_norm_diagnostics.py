@@ -42,7 +42,7 @@ _MEASURES = ("statistics", "gradients", "gap", "bias")
 
 
 class BatchNormDiagnostics(Report, Observer, VariantEvaluation):
-    """Observer of Batch Normalization in a run with any method; training does not change.
+    """Observer of BN: how far statistics and gradients differ between clients, by layer.
 
     Round 1 and every ``every_n_rounds``-th round are measured. In a measured round, the observer
     computes the first local step a second time, without dropout. BN layers normalise as in

@@ -28,7 +28,7 @@ _NAMED = 5  # largest number of clients without a metric that the result table n
 
 
 class ClientEvaluation(Report, Observer):
-    """Observer that evaluates the server's model for each client.
+    """Observer that evaluates, for each client, the server's model and the model that the client uses.
 
     The data module decides how a client is evaluated:
 

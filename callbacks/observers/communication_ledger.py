@@ -14,7 +14,7 @@ from fl_lightning.round import UpDown, add, total
 
 
 class CommunicationLedger(Report, Observer):
-    """Observer of a run's communication with any method; training does not change.
+    """Observer of communication: bytes, exchanges, and their time over a network link.
 
     The ledger counts the bytes that clients and server send in each round. This includes the
     payload of methods, such as momentum, control variates and statistics inside a forward pass. The

@@ -81,7 +81,7 @@ class ParticipationGap(Report, Observer, VariantEvaluation):
             then by client id.
     """
 
-    paper = "(an observer: evaluation only)"
+    paper = "Yuan et al., ICLR 2022 (an observer: evaluation only)"
 
     def __init__(
         self,

@@ -7,10 +7,11 @@ test compares the parts with the code.
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import audit
-from methods_table import quiet_table
+from methods_table import FAMILIES, family, quiet_table
 
 from fl_lightning import FederatedCallback
 from fl_lightning.verification.equalities import EQUALITIES
@@ -59,6 +60,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "account": ("audit.md", audit.account),
     "measures": ("audit.md", audit.measures),
     "readings": ("audit.md", audit.readings),
+    **{name: ("methods.md", partial(family, name)) for name in FAMILIES},
     "methods": ("methods.md", quiet_table),
     "round": ("own-method.md", round_hooks),
     "rules": ("verify-rules.md", rules),

@@ -1,12 +1,16 @@
-"""Print the table of methods in docs/methods.md: ``python docs/scripts/methods_table.py``.
+"""Print the tables in docs/methods.md: ``python docs/scripts/methods_table.py``.
 
-The table shows how each method treats the state of the model. These treatments come from the
+A table for each family has a line for each callback, from its docstring and its ``paper``.
+
+A further table shows how methods treat the state of the model. These treatments come from the
 method's policy in a run of 100 rounds. The table also shows bytes and exchanges. They come from the
-log of a run with ResNet-20. A method has one row for each of its ``examples``. If two rows would be
-equal, the second row is left out.
+log of a run with ResNet-20. A method has one row for each of its ``examples``. Rows that equal an
+earlier row of the method, or FedAvg's, are left out.
 """
 
+import inspect
 import logging
+import re
 import sys
 import tempfile
 import warnings
@@ -26,22 +30,51 @@ from fl_lightning.round.policy import resolve_policy
 ROUNDS = 100
 STATE = {"weight": "W", "affine": "A", "mean": "S", "var": "S"}
 COLUMNS = {"averaged": ("averaged", "max"), "local": ("local",), "frozen": ("frozen",), "pooled": ("pooled",)}
-LEGEND = """\
-- W: all trainable parameters except those of BN. A: gamma and beta of BN. S: running means and variances of BN.
-- Last layer: all state of the last layer. In rows with this entry, W, A and S leave out the last layer.
-- State that a row does not name is neither sent nor kept between rounds.
-- MB: megabytes per client and round, for ResNet-20 in float32. "Then" separates the values before and after T*.
-- Exchanges: how often all clients wait for the server in a round."""
+FAMILIES = {
+    "freezing": ("FixBN", "SlidingWindowFixBN", "FedExFixBN"),
+    "in training": ("FBN", "FedTAN", "HybridBN", "BNSCAFFOLD", "BatchRenormalization"),
+    "for evaluation": ("MomentMatching", "StaticBN", "FedDNA"),
+    "personal": ("FedBN", "SiloBN", "MTFL", "FedPer", "FedRep", "FedBABU"),
+    "drift": ("FedProx", "SCAFFOLD", "FedDyn", "FedNova", "MaintainedMomentum", "ClientGradientClipping"),
+    "robustness": ("Byzantine", "AggregationDiagnostics"),
+    "observers": (
+        "ClientEvaluation",
+        "BatchNormDiagnostics",
+        "ClassifierBias",
+        "CommunicationLedger",
+        "StatisticsSources",
+        "AdaBN",
+        "ParticipationGap",
+    ),
+}
+"""Callbacks of each family, in the order of its table."""
+
+
+def family(name: str) -> str:
+    """Return the table of a family in Markdown: callback, first line of the docstring, and paper."""
+    lines = ["| callback | purpose | paper |", "|---|---|---|"]
+    for callback in FAMILIES[name]:
+        kind = getattr(callbacks, callback)
+        line = (inspect.getdoc(kind) or "").splitlines()[0].rstrip(".").replace("``", "`")
+        purpose = re.sub(r"^[\w-]+( \(lite\))?: ", "", line)
+        lines.append(f"| `{callback}` | {purpose[0].upper()}{purpose[1:]} | {_linked(kind.paper)} |")
+    return "\n".join(lines)
+
+
+def _linked(paper: str) -> str:
+    """Return the words for a paper with a link to arXiv, without remarks on the callback."""
+    words = re.sub(r" ?\((an observer|attacks|FBN|HBN)[^)]*\)", "", paper)
+    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", words)
 
 
 def methods() -> dict[str, type[FederatedCallback]]:
-    """Return the shipped methods and observers by name. Attacks are left out.
+    """Return the shipped methods by name. Attacks and observers are left out.
 
     FedAvg has the name ``"none"``.
     """
     found = {name: getattr(callbacks, name) for name in callbacks.__all__}
     ours = {
-        n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role != "attack"
+        n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role == "method"
     }
     return {"none": FederatedCallback, **ours}
 
@@ -129,33 +162,31 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
     ]
 
 
-def yaml(name: str, settings: Mapping[str, object]) -> str:
-    """Return the YAML that a configuration needs for a method."""
-    if name == "none":
-        return "callbacks: null"
+def shown_as(name: str, settings: Mapping[str, object]) -> str:
+    """Return the name of a method, with its settings."""
     arguments = ", ".join(f"{key}: {value}" for key, value in settings.items())
-    return f"- {{class_path: {name}, init_args: {{{arguments}}}}}" if settings else f"- class_path: {name}"
+    return f"`{name}`, `{arguments}`" if settings else f"`{name}`"
 
 
 def table() -> str:
-    """Return the table in Markdown, with its legend."""
-    header = ["callback", "paper", *COLUMNS, "MB up", "MB down", "exchanges", "in `trainer.callbacks`"]
+    """Return the table of state and traffic in Markdown."""
+    header = ["callback", *COLUMNS, "MB up", "MB down", "exchanges"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    seen: set[str] = set()
     for name, kind in methods().items():
-        shown = set()
-        for settings in kind.examples:
+        for number, settings in enumerate(kind.examples):
             cells = [stages(kind(**settings), column) for column in COLUMNS.values()]
             callback = kind(**settings)
             if callback.undecided():
                 callback.freeze_round = 1  # pretend that the method has found T* = 1
             columns = zip(*costs(callback), strict=True)
             cells += [" then ".join(dict.fromkeys(map(str, column))) for column in columns]
-            paper = kind(**settings).paper or "McMahan et al., arXiv 1602.05629 (FedAvg)"
-            row = f"| `{name}` | {paper} | {' | '.join(cells)} |"
-            if row not in shown:  # leave out settings whose row equals an earlier row
-                lines.append(f"{row} `{yaml(name, settings)}` |")
-            shown.add(row)
-    return "\n".join([*lines, "", LEGEND])
+            row = " | ".join(cells)
+            if f"none {row}" not in seen and f"{name} {row}" not in seen:
+                first = "none (FedAvg)" if name == "none" else shown_as(name, settings if number else {})
+                lines.append(f"| {first} | {row} |")
+            seen.add(f"{name} {row}")
+    return "\n".join(lines)
 
 
 def quiet_table() -> str:
@@ -173,4 +204,4 @@ def quiet_table() -> str:
 
 
 if __name__ == "__main__":
-    print(quiet_table())
+    print("\n\n".join([*map(family, FAMILIES), quiet_table()]))

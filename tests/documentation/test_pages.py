@@ -78,6 +78,7 @@ LEFT = {
     "docs/own-method.md": "digits_fedavg_gn/*/result.json",
     "docs/reliability.md": "digits_failures/*/result.json",
     "docs/lightning-module.md": "studies/study-quick/table.tex",
+    "docs/methods.md": "digits_fedavg_bn/*/clients.csv",
     "docs/metrics.md": "quickstart_f1/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
     "docs/run-directory.md": "quickstart/*/predictions_*_round_*.csv",
