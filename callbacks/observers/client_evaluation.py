@@ -71,7 +71,8 @@ class ClientEvaluation(Report, Observer):
     - With more classes, it shows the share of correct predictions against the probability of the
       predicted class.
 
-    There is no curve if all samples have the same class, or if an output is not finite.
+    There is no curve if all samples have the same class, or if an output is not finite. The metric
+    ``calibration`` has 15 bins. ``test/pooled_calibration`` has the samples and models of the curve.
 
     Attributes:
         values: ``accuracy`` and ``loss`` of the server's model for each client in the last

@@ -49,7 +49,11 @@ class Task(Recorded, ABC):
 
     @property
     def best(self) -> dict[str, str]:
-        """Direction of each metric by name: ``"max"`` if large values are best, else ``"min"``."""
+        """Direction of each metric by name: ``"max"`` if large values are best, else ``"min"``.
+
+        By default, large values of ``quality`` and ``shown`` are best, and small values of the loss.
+        Metrics of ``model.metrics`` have the direction of their ``higher_is_better``.
+        """
         known = {**dict.fromkeys([self.quality, *self.shown], "max"), "loss": "min"}
         declared = {name: metric.higher_is_better for name, metric in self.measured.items()}
         return known | {name: "max" if x else "min" for name, x in declared.items() if x is not None}
@@ -89,7 +93,8 @@ class Task(Recorded, ABC):
     def measurable(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predictions and targets for ``model.metrics``.
 
-        By default, the arguments are returned unchanged.
+        By default, the arguments are returned unchanged. Metrics get floating-point values as
+        float64.
         """
         return scores, targets
 
