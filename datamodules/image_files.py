@@ -144,9 +144,10 @@ def stacked(images: Iterable[Image.Image], count: int, channels: int, size: int)
 class ImageFiles(InMemoryDataModule):
     """Base class of data sets of image files.
 
-    A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images are converted to
-    RGB. Their shorter side is resized to ``image_size``, and the centre is cropped. The decoded
-    images are cached on disk. Every start checks whether the cache still fits the files. Images are
+    A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images are turned upright as
+    their EXIF data say, and converted to RGB with 8 bits. Of colours with 16 bits, only the upper 8
+    bits are read. The shorter side of an image is resized to ``image_size``, and the centre is
+    cropped. The decoded images are cached on disk. Every start checks whether the cache still fits the files. Images are
     normalised by the mean and standard deviation of the training images.
 
     Args:
@@ -154,7 +155,9 @@ class ImageFiles(InMemoryDataModule):
         image_size: Height and width of the images in pixels.
         cache_dir: Folder of the decoded images. None: ``data/cache``.
         pixel_range: Values of images of more than 8 bits that become 0 and 255, such as [0, 4095].
-            Default: the smallest and the largest value of the training images.
+            Values beyond them also become 0 or 255. Default: the smallest and the largest value of
+            the training images. If these have 8 bits, other images of more bits are refused. With
+            ``held_out``, there is no default.
         **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemoryDataModule`.
 
     Raises:

@@ -63,8 +63,9 @@ class ImageStream(StreamedSamples):
 class StreamedImages(PartitionedDataModule):
     """Images in ``train/<class>/*.jpg`` and ``test/<class>/*.jpg``, read from disk batch by batch.
 
-    Use this class for data larger than memory. For smaller data,
-    :class:`~fl_lightning.datamodules.image_folders.ImageFolder` is faster. If ``test/`` has no class
+    Use this class for data larger than memory. A run starts by listing the files: for 1.28 million
+    files, the list takes a few seconds and 50 MB. The model does not train while images are read. For
+    smaller data, :class:`~fl_lightning.datamodules.image_folders.ImageFolder` is faster. If ``test/`` has no class
     folders, ``val/`` is the test set.
 
     Training images are augmented by torchvision's ``RandomResizedCrop`` and a random flip, which
@@ -81,8 +82,9 @@ class StreamedImages(PartitionedDataModule):
         mean: Mean of each channel, in [0, 1]. Default: the mean of ImageNet.
         std: Standard deviation of each channel. Default: the standard deviation of ImageNet.
         pixel_range: Values of images of more than 8 bits that become 0 and 255, such as [0, 4095].
-            Default: the smallest and the largest value of the training images, which are then read
-            at each start.
+            Values beyond them also become 0 or 255. Default: the smallest and the largest value of
+            the training images, which are then read at each start. If these have 8 bits, other
+            images of more bits are refused. With ``held_out``, there is no default.
         subjects: Regular expression that finds the subject, such as a patient, in a file's path below
             ``data_dir``: for example ``P[0-9]+``, or ``([^/]+)/[^/]+$`` for the name of the folder.
             All images of a subject stay together in each part of the data that is drawn, and shares

@@ -59,6 +59,28 @@ class TensorData(InMemorySamples):
       class.
     - If targets have more dimensions, all samples are of one class.
 
+    Tables are read by these rules:
+
+    - The separator of a CSV file is a comma, a semicolon, a tab or a vertical bar. If it is a
+      semicolon, a comma between digits is a decimal point. A number such as ``8.700`` is then
+      refused, because its point may divide thousands. New tables for a trained model have the
+      decimal mark of the training table.
+    - Values may be in quotes. Blanks around names and values are removed.
+    - Numbers are read as float64. A number that is infinite in float32 is refused.
+    - ``none``, ``-`` and ``.`` are missing values in a column whose other values are numbers. A row
+      without any value is refused.
+    - A column of words is a column of categories. Numbers are one category if they are exactly
+      equal, such as ``1``, ``1.0`` and ``1e0``. If an integer of a CSV file has a leading zero, its
+      column is one of categories, in which ``01`` and ``1`` differ. In a parquet file, the types
+      decide.
+    - A column of numbers and words is refused. So are dates and numbers in other notations (``5%``,
+      ``1_0``), and a column with another word in each sample. Exceptions are columns in
+      ``categorical``.
+    - Labels of classes are integers (``1``, not ``1.0``) or names. If a label is a word or has a
+      leading zero, or a parquet file types the labels as text, all labels are names. In other
+      targets, a word among numbers is refused. Among several targets, a column of words is numbered
+      in the order of its sorted names.
+
     Args:
         features: Tensor or array ``[N, ...]``, a ``pandas.DataFrame``, or the path of a file. A
             DataFrame is read as its parquet file would be, without its index. A ``.npz`` or ``.pt`` file

@@ -14,6 +14,7 @@ import audit
 from methods_table import FAMILIES, family, quiet_table
 
 from fl_lightning import FederatedCallback
+from fl_lightning.models.norm import NORMS
 from fl_lightning.verification.equalities import EQUALITIES
 from fl_lightning.verification.rules import REMEDIES, RULES
 
@@ -39,6 +40,17 @@ def rules() -> str:
     return "\n\n".join(["## Rules", *sections, "## Equalities", _list(EQUALITIES)])
 
 
+def norms() -> str:
+    """Return the table of norm layers in Markdown."""
+    return "\n".join(
+        [
+            "| `norm` | layers |",
+            "|---|---|",
+            *(f"| `{name}` | {x.rstrip('.')} |" for name, x in NORMS.items()),
+        ]
+    )
+
+
 def _sentence(words: str) -> str:
     """Return words as a sentence, with a capital and a full stop."""
     return f"{words[0].upper()}{words[1:].rstrip('.')}."
@@ -62,6 +74,7 @@ GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "readings": ("audit.md", audit.readings),
     **{name: ("methods.md", partial(family, name)) for name in FAMILIES},
     "methods": ("methods.md", quiet_table),
+    "norms": ("models.md", norms),
     "round": ("own-method.md", round_hooks),
     "rules": ("verify-rules.md", rules),
 }

@@ -32,13 +32,24 @@ _QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary":
 def load_model(
     run: str | os.PathLike[str], checkpoint: str = "best", client: str | None = None
 ) -> TrainedModel:
-    """Load the model of a run. The run's data are not needed.
+    """Load the model of a run. The run's data are not needed, except for clients' models of FedBABU.
 
     ::
 
         model = load_model("runs/mine/1f0c9a7e-s0")
         scores = model(torch.tensor([[63.0, 2.5]]))  # raw features, as in the table
         model.class_names[scores.argmax()]
+
+    The model takes raw inputs:
+
+    - The features of a table, in the order of ``model.normalize.table.columns``. They may have any
+      number type. Give large numbers, such as times in seconds, as float64. NaN is a missing value.
+    - In a column of categories, the position of the category in
+      ``model.normalize.table.categories[name]``, from 0. -1 is an unknown category.
+    - The pixels of an image, from 0 to 255, in the size of the run.
+
+    The outputs are those of the network. For class scores, ``scores.softmax(1)`` gives the
+    probabilities that ``predict`` writes.
 
     Args:
         run: The run directory, or the folder ``runs/NAME`` of a single run.

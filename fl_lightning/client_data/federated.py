@@ -163,7 +163,8 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         client_names: Names of the clients, in the order of their ids; empty if they have no names.
         evaluates_clients: Whether the evaluation data are the clients' own. A run of a
             LightningModule sets this attribute if there is no server.
-        loaded: Digest of all loaded data, independent of the seed; None if unknown.
+        loaded: Digest of all loaded data, independent of the seed; None if unknown. A study's table
+            says by this digest whether all seeds used the same data.
         notes: Sentences about the data, which a run prints at its start.
         normalize: Normalisation of raw inputs, with the mean and the standard deviation of the
             training data; None if the model takes raw inputs. It is known after ``setup``.

@@ -34,7 +34,9 @@ class LoaderBatches:
     depends on the run's seed, the client and the epoch. The second seed is set before a batch is
     read, and depends also on the batch's position in the epoch. Both seeds are set in the global
     generators of torch, numpy and Python, whose state is restored afterwards. Generators that the
-    loader, its samplers or its data set hold are seeded too.
+    loader, its samplers, its data set or its transforms hold are seeded too. Loaders and samplers
+    with ``set_epoch`` are told the epoch. A loader must have a length, and give this number of
+    batches in every epoch. ``persistent_workers=True`` is refused.
 
     If the data set is map-style and the loader has no worker processes, a batch is read directly.
     Any other loader is iterated from the start of the epoch to the batch.

@@ -127,8 +127,9 @@ class FederatedModule(Recorded, RunContext):
     Attributes:
         accept_data: Whether the data may differ from the data of the loaded checkpoint.
         executor_choice: The chosen executor and the reason; None if the user has set an executor.
-        merged: Tensors that the model's ``eval()`` has changed, with their values in training.
-            Outside of evaluations, the dict is empty.
+        merged: Tensors that the model's ``eval()`` has changed, such as merged LoRA weights, with their
+            values in training. The values are restored after the evaluation. Outside of
+            evaluations, the dict is empty.
 
     Raises:
         ConfigurationError: A setting is invalid or contradicts another setting, or the model cannot

@@ -68,6 +68,7 @@ LEFT = {
     "docs/diagnostics.md": "quickstart/*/bn_layers.csv",
     "docs/first-run.md": "cifar10_small_fixbn/*/result.json",
     "docs/hospitals.md": "studies/study-full/table.tex",
+    "docs/new-data.md": "patients/*/predictions_new_patients_*_a.csv",
     "docs/own-data.md": "digits_fedavg_bn/*/result.json",
     "docs/method-client-state.md": "digits_fedavg_bn/*/result.json",
     "docs/method-evaluations.md": "quickstart/*/updates.csv",
@@ -76,8 +77,10 @@ LEFT = {
     "docs/method-ranks.md": "quickstart/*/result.json",
     "docs/method-server.md": "quickstart/*/result.json",
     "docs/own-method.md": "digits_fedavg_gn/*/result.json",
+    "docs/own-model.md": "two_layers/*/result.json",
     "docs/reliability.md": "digits_failures/*/result.json",
     "docs/lightning-module.md": "studies/study-quick/table.tex",
+    "docs/models.md": "digits_resnet8/*/result.json",
     "docs/methods.md": "digits_fedavg_bn/*/clients.csv",
     "docs/metrics.md": "quickstart_f1/*/result.json",
     "docs/results.md": "digits_statistics_sources/*/result.json",
@@ -199,7 +202,8 @@ def test_every_python_block_is_tried():
         "docs/method-parts.md": 3,
         "docs/method-ranks.md": 1,
         "docs/method-server.md": 2,
-        "docs/own-data.md": 4,
+        "docs/own-data.md": 3,
+        "docs/own-model.md": 2,
         "docs/python.md": 3,
         "docs/data.md": 3,
         "docs/metrics.md": 3,
@@ -216,7 +220,7 @@ def test_the_example_of_own_data_runs_as_it_stands(capsys):
 
 def test_the_loss_of_the_batch_of_the_page_trains_a_network():
     namespace = {"__name__": "__main__"}
-    (code,) = (block for block in blocks("docs/own-data.md", "python") if "class TwoViews" in block)
+    (code,) = (block for block in blocks("docs/own-model.md", "python") if "class TwoViews" in block)
     exec(code, namespace)  # noqa: S102  # our own page
     views = TensorDataset(torch.eye(8, 12), torch.eye(8, 12), torch.arange(8) % 3)
 
