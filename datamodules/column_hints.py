@@ -1,14 +1,14 @@
 """Hints about columns of a table that are often read in another way than their writer meant.
 
-A hint does not change the data. There are hints about:
+A hint does not change the data. There are hints about these columns and values:
 
-- integers that differ in each sample, if they count up, lie close together, have the same six or
-  more digits, or are named like an id;
-- numbers with a unit in each cell, such as ``72 kg``, and leading zeros in a CSV file, which are
-  read as categories;
-- a repeated extreme value that is far from all others, such as -999;
-- categories or classes that differ in case or blanks alone, or that have one sample;
-- a column that is named like an id and repeats its values, if no subjects are named.
+- Integers that differ in each sample, if they count up, lie close together, have the same six or
+  more digits, or are named like an id.
+- Numbers with a unit in each cell, such as ``72 kg``, and leading zeros in a CSV file. Both are read
+  as categories.
+- A repeated extreme value that is far from all others, such as -999.
+- Categories or classes that differ in case or blanks alone, or that have one sample.
+- A column that is named like an id and repeats its values, if no subjects are named.
 """
 
 import re
