@@ -55,8 +55,8 @@ def test_a_name_that_begins_like_another_metric_has_its_own_best():
 
 def test_a_metric_of_ones_own_needs_a_mode(capsys):
     line = (
-        "checkpoint.monitor: it is not known which values of 'train/norm' are best; if the run logs it, set checkpoint.mode to "
-        "max or min; known are those of accuracy, loss"
+        "checkpoint.monitor: 'train/norm' does not say whether large or small values are best; set checkpoint.mode to max or min; "
+        "known metrics are accuracy, loss"
     )
     assert message_of(capsys, lambda: run("--checkpoint.monitor", "train/norm")) == f"error: {line}\n"
     assert not Path("runs").exists()
@@ -69,11 +69,11 @@ def test_a_metric_of_ones_own_needs_a_mode(capsys):
 @pytest.mark.parametrize(
     ("model", "monitor", "end"),
     [
-        (small_cnn, "val/acuracy", "known are those of accuracy, loss; did you mean accuracy?"),
-        (small_cnn, "val/norm", "known are those of accuracy, loss"),
-        (Lit, "val/aurocs", "a name such as val/acc says it; did you mean auroc or auc?"),
-        (Lit, "val_losss", "a name such as val/acc says it; did you mean loss?"),
-        (Lit, "train/norm", "a name such as val/acc says it"),
+        (small_cnn, "val/acuracy", "known metrics are accuracy, loss; did you mean accuracy?"),
+        (small_cnn, "val/norm", "known metrics are accuracy, loss"),
+        (Lit, "val/aurocs", "a name such as val/acc says this; did you mean auroc or auc?"),
+        (Lit, "val_losss", "a name such as val/acc says this; did you mean loss?"),
+        (Lit, "train/norm", "a name such as val/acc says this"),
     ],
 )
 def test_a_misspelt_metric_has_a_suggestion(model, monitor, end):

@@ -185,11 +185,11 @@ class RoundCheckpoint(Recorded, Checkpoint):
             return
         if self.monitor and self._best_is() is None:
             known, name = sorted(self._best), self.monitor.rpartition("/")[2]
-            words = f"known are those of {', '.join(known)}" if known else "a name such as val/acc says it"
+            words = f"known metrics are {', '.join(known)}" if known else "a name such as val/acc says this"
             hint = nearest(name, known or f"{LARGER_IS_BETTER}|{SMALLER_IS_BETTER}".split("|"))
             raise ConfigurationError(
-                f"checkpoint.monitor: it is not known which values of {self.monitor!r} are best; if the run logs it, set checkpoint.mode "
-                f"to max or min; {words}{hint}"
+                f"checkpoint.monitor: {self.monitor!r} does not say whether large or small values are best; set checkpoint.mode to max or "
+                f"min; {words}{hint}"
             )
         if trainer.max_steps != -1:
             # with max_steps, Lightning would resume inside an epoch, and repeat or omit a round

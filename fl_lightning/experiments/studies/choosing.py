@@ -106,7 +106,7 @@ def chosen(study: Study, cells: Sequence[Sequence[Cell]]) -> list[Chosen]:
             known = {label: value for label, value in values.items() if value is not None}
             if known and direction is None:
                 raise ConfigurationError(
-                    f"choose: it is not known whether large or small values of {metric} are best; choose by val/loss or "
+                    f"choose: {metric} does not say whether large or small values are best; choose by val/loss or "
                     "by the main metric of the task"
                 )
             best = None
