@@ -99,7 +99,7 @@ class FedExFixBN(FoundFreezing):
 
     paper = "Khodak et al., arXiv 2106.04502 (adapted)"
     examples = ({}, {"schedule": "aggressive", "cutoff": 0.6})
-    saved = (*FoundFreezing.saved, "log_theta", "past_losses", "past_steps", "batch_round")
+    saved = ("log_theta", "past_losses", "past_steps", "batch_round")
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class SlidingWindowFixBN(FoundFreezing):
     paper = "Zhong et al., arXiv 2303.06530, appendix B.6"
     equalities = ("own_twin_when_frozen",)
     examples = ({"window": 10, "threshold": 0.01}, {"window": 2, "threshold": 1e9})
-    saved = (*FoundFreezing.saved, "changes", "statistics")
+    saved = ("changes", "statistics")
 
     def __init__(self, window: int, threshold: float) -> None:
         check_number("SlidingWindowFixBN.window", window, " rounds; one has no variance", least=2)

@@ -1,5 +1,6 @@
 """``python -m fl_lightning study``: run the cells of a study and write tables and verdicts."""
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after ``study``.
     """
     options, fit_options = study_options(args)
-    study = read_study(shipped(options.file) or Path(options.file), options.scale)
+    study = read_study(_file(options.file), options.scale)
     cells = cells_of(study, fit_options, options.rerun)
     cells.check()
     if options.dry_run:
@@ -74,6 +75,7 @@ def main(args: Sequence[str]) -> None:
         return
     name = options.name or f"{study.name}-{study.scale_name}"
     folder = folder_below(cells.any.config["run_root"], f"studies/{name}")
+    _refuse_other_study(folder, options.file)
     engine = make_engine(options.engine)
     jobs = options.jobs or _room(cells, engine)
     with StudyProgress(cells.needed_metrics, jobs, study.scale.cell_seconds) as progress:
@@ -108,6 +110,23 @@ def main(args: Sequence[str]) -> None:
     if failed := [cell for cell in failed if cell not in worst]:
         raise ConfigurationError(
             f"study: {len(failed)} cell{'s' * (len(failed) > 1)} failed; fix the errors above and run the same command again"
+        )
+
+
+def _file(name: str) -> Path:
+    return shipped(name) or Path(name)
+
+
+def _refuse_other_study(folder: Path, file: str) -> None:
+    """Raise an error if the folder has the results of another file, which the tables would replace."""
+    try:
+        command_line = shlex.split(json.loads((folder / "study.json").read_text())["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    other = command_line[4] if len(command_line) > 4 else file
+    if _file(other).resolve() != _file(file).resolve():
+        raise ConfigurationError(
+            f"study: {folder} has the results of {other}; choose another folder by --name, such as --name mine"
         )
 
 

@@ -1,6 +1,7 @@
 """Base class of methods, with the hooks of a communication round."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -68,7 +69,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
     A misspelled hook, such as ``on_rond_start``, raises an error, even in a mixin.
 
     Attributes:
-        saved: Names of the attributes that checkpoints save.
+        saved: Names of the attributes that checkpoints save, in addition to those of the base classes.
 
     Example:
         >>> from fl_lightning.testing import blobs, small_cnn, train
@@ -83,6 +84,8 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        named = chain(*(vars(base).get("saved", ()) for base in reversed(cls.__mro__)))
+        cls.saved = (*dict.fromkeys(named),)
         known = {name for name in dir(FederatedCallback) if name.startswith("on_")}
         for name in dir(cls):
             if name.startswith("on_") and name not in known:
@@ -105,7 +108,7 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         for name in self.saved:
             if not hasattr(self, name):
                 raise ConfigurationError(
-                    f"{type(self).__name__}.saved: there is no attribute {name!r}{nearest(name, vars(self))}; set it in __init__"
+                    f"{type(self).__name__}.saved: there is no attribute {name!r}{nearest(name, vars(self))}; set it in __init__, which calls super().__init__()"
                 )
         return {name: getattr(self, name) for name in self.saved}
 

@@ -27,6 +27,15 @@ def test_checkpoints_have_the_attributes_that_saved_names():
     assert SlidingWindowFixBN(2, 0.1).state_dict().keys() == {"freeze_round", "changes", "statistics"}
 
 
+class More(Counts):
+    saved = ("other", "rounds")
+
+
+def test_a_subclass_saves_what_its_base_saves_too():
+    assert More().state_dict().keys() == {"memory", "rounds", "other"}
+    assert More.saved == ("memory", "rounds", "other")
+
+
 class Misspelt(Counts):
     saved = ("memry",)
 

@@ -22,6 +22,7 @@ from fl_lightning import (
     ConfigurationError,
     FederatedDataModule,
     FederatedModule,
+    LocalState,
     RoundProgress,
     Run,
 )
@@ -50,6 +51,15 @@ def a_run(max_epochs, name="mine", lr=0.1, callbacks=None, data=None, **settings
 
 def state(run):
     return AtomicCheckpointIO().load_checkpoint(run.attempt.checkpoints / "last.ckpt")["state_dict"]
+
+
+class OwnMean(LocalState):
+    kinds = ("mean",)
+
+
+def test_the_result_says_which_statistics_are_local():
+    result = a_run(2, callbacks=[OwnMean()]).fit()
+    assert result["bn_statistics"] == [[1, "mean local, variance averaged"]]
 
 
 class Halves(Classification):

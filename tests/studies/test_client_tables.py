@@ -78,6 +78,11 @@ def test_values_are_those_of_scikit_learn(tmp_path, metric):
     (table,) = client_tables(results)
     compute = BY_SCIKIT_LEARN[metric]
     assert table.samples == CLIENTS
+    # three visits of each patient, but for patients at the borders of two hospitals
+    of = {client: frames["BN"][0].query("client == @client")["subject"].nunique() for client in CLIENTS}
+    assert [*table.rows.values()][:4] == [
+        f"{x} ({n} of {of[x]} subjects)" for x, n in sorted(CLIENTS.items())
+    ]
     for method, of_seeds in frames.items():
         values = table.values[method]
         for number, frame in enumerate(of_seeds):

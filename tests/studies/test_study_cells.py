@@ -25,7 +25,7 @@ from fl_lightning.experiments.studies.cells import Cell, CellState, changed_code
 from fl_lightning.experiments.studies.collecting import collect
 from fl_lightning.experiments.studies.progress import time_left
 from fl_lightning.experiments.studies.tables import caption, remarks
-from tests.support.untrained_cells import BASE, STUDY, cell, finish, study_cells
+from tests.support.untrained_cells import BASE, STUDY, cell, cells_of, finish, read_study, study_cells
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,34 @@ def test_settings_are_resolved_as_fit_prints_them_and_refused_in_its_words(optio
     with pytest.raises(ConfigurationError, match=r"^there is no setting 'model.norm'; did you mean "):
         resolve([*arguments, "--model.norm=gn"])
     assert capsys.readouterr() == ("", "")
+
+
+def test_callbacks_that_a_study_adds_stay_if_a_label_sets_the_callbacks(tmp_path):
+    """The list of a label replaces that of the base, and no callback that `trainer.callbacks+` adds."""
+    added = {"trainer.max_epochs": 40, "trainer.callbacks+": ["ClientEvaluation"]}
+    methods = {
+        "BN": {},
+        "FixBN": {"trainer.callbacks": ["FixBN"]},
+        "FBN": {"trainer.callbacks+": ["FBN"]},
+        "none": {"trainer.callbacks": []},
+    }
+    scale = {**STUDY["scales"]["quick"], "settings": added}
+    study = {"title": "A study", "axes": {"method": methods}, "scales": {"quick": scale}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(study))
+    cells = cells_of(read_study(tmp_path / "mine.yaml", "quick"), [])
+    found = {
+        label: [
+            x["class_path"].rpartition(".")[2]
+            for x in cells.cell({"method": label}, 0).config["trainer"]["callbacks"]
+        ]
+        for label in methods
+    }
+    assert found == {
+        "BN": ["ClientEvaluation"],
+        "FixBN": ["FixBN", "ClientEvaluation"],
+        "FBN": ["ClientEvaluation", "FBN"],
+        "none": ["ClientEvaluation"],
+    }
 
 
 def test_a_result_of_other_code_counts_unless_it_is_computed_anew():

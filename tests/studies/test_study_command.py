@@ -48,6 +48,23 @@ def test_the_table_is_printed_and_the_same_command_again_trains_nothing(ran, cap
 
 
 @pytest.mark.slow
+def test_a_study_replaces_no_tables_of_another_file_of_its_name(ran, capsys):
+    finished_study()
+    table = Path("runs/studies/s-quick/table.md").read_text()
+    Path("other").mkdir()
+    content = Path("s.yaml").read_text().replace("tiny.yaml", "../tiny.yaml")
+    Path("other/s.yaml").write_text(content)
+    told = message_of(capsys, lambda: main(["study", "other/s.yaml"]))
+    words = (
+        "runs/studies/s-quick has the results of s.yaml; choose another folder by --name, such as --name mine"
+    )
+    assert told == f"error: study: {words}\n"
+    assert Path("runs/studies/s-quick/table.md").read_text() == table
+    main(["study", "other/s.yaml", "--name", "mine"])
+    assert Path("runs/studies/mine/table.md").is_file()
+    main(["study", "./s.yaml"])
+
+
 def test_one_first_stage_is_trained_once_and_each_freeze_round_is_as_if_alone(ran):
     study(
         "--trainer.check_val_every_n_epoch=1", "--checkpoint.monitor=val/loss", "--checkpoint.mode=max"
@@ -246,7 +263,7 @@ def test_a_metric_that_no_run_has_is_told_by_the_first_cell_and_costs_no_cell(ra
     words = "has no test/accuracyy; did you mean test/accuracy or val/accuracy?; there are "
     assert first.startswith(f"metrics: T*=2 method=GN seed=0 {words}")
     assert others == []
-    assert told.err.startswith("error: metrics: no run has test/accuracyy; there are ")
+    assert told.err.startswith("error: metrics: no evaluation has test/accuracyy; there are ")
     assert not Path("runs/studies/s-quick/study.json").exists()
     assert len(ran) == 6
     write(metrics={"test/accuracy": "test"})

@@ -235,6 +235,11 @@ def test_a_row_that_is_read_of_other_runs_says_so():
     ]
 
 
+def test_a_row_whose_runs_lack_the_metric_says_so():
+    groups = [group("BN", "1", [0.3]), group("FixBN", "1", [], runs=[run(0), run(1)])]
+    assert remarks(results(groups)) == [[], ["the runs have no test/accuracy"]]
+
+
 def test_one_line_names_the_cells_of_other_code():
     def line(*runs):
         groups = [

@@ -72,7 +72,11 @@ def _collect(
     order = sorted(metrics, key=lambda x: (x[:4] == "test", *(x.partition("/")[2] not in y for y in kinds)))
     reports = [cb for cb in module.federated_callbacks if isinstance(cb, Report)]
     rounds = module.trainer.global_step
-    stages = policy_table(module.model, module.federated_callbacks, module.planned_rounds).get("mean", [])
+    treated = policy_table(module.model, module.federated_callbacks, module.planned_rounds)
+    stages = treated.get("mean", [])
+    if stages != (of_variance := treated.get("var", stages)):
+        words = f"mean {stages_in_words(stages)}, variance {stages_in_words(of_variance)}"
+        stages = [(1, words)]
     result: Result = {
         "method": method_name(module, module.federated_callbacks),
         "model": model_name(module),

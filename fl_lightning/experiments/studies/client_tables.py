@@ -65,6 +65,7 @@ class ClientTable:
     Attributes:
         metric: Name of the metric.
         samples: Number of test samples of each client, by name; 0 if unknown.
+        subjects: Number of subjects of these samples, by name; empty if no subjects are named.
         values: Value of each run, by column and then by row. Rows are clients and means.
         intervals: Ends of the interval of the mean value, by column and then by row.
         differences: Mean difference with the ends of its interval, by column and then by row.
@@ -79,6 +80,7 @@ class ClientTable:
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     intervals: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     differences: dict[str, dict[str, tuple[float, float, float]]] = field(default_factory=dict)
+    subjects: dict[str, int] = field(default_factory=dict)
     units: str = "samples"
     folds: bool = False
     logged: bool = False
@@ -88,7 +90,9 @@ class ClientTable:
     def rows(self) -> dict[str, str]:
         """Text of each row's head: the client with its number of test samples, or a mean."""
         rows = dict.fromkeys(row for values in self.values.values() for row in values)
-        return {row: f"{row} ({self.samples[row]})" if self.samples.get(row) else row for row in rows}
+        of = {row: f" of {count} subjects" for row, count in self.subjects.items()}
+        counts = {row: f" ({count}{of.get(row, '')})" for row, count in self.samples.items() if count}
+        return {row: f"{row}{counts.get(row, '')}" for row in rows}
 
     def frame(self) -> pd.DataFrame:
         """Return the table as text. A value that the client's samples do not define is empty."""
@@ -184,6 +188,9 @@ def _scored(metric: str, frames: Mapping[str, _Frames], results: StudyFrame) -> 
     every = [frame for known in frames.values() for frame in known.values()]
     first, counts = every[0], pd.concat([frame["client"].value_counts() for frame in every], axis=1)
     table = ClientTable(metric, counts.max(axis=1).astype(int).sort_index().to_dict())
+    if "subject" in first:
+        subjects = pd.concat([frame.groupby("client")["subject"].nunique() for frame in every], axis=1)
+        table.subjects = subjects.max(axis=1).astype(int).to_dict()
     smallest = best_is(metric, results.best) != "min"
 
     def scores(weights: Mapping[str, Array] | None) -> dict[str, dict[Any, dict[str, Array]]]:

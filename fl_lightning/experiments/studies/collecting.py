@@ -84,7 +84,7 @@ def collect(
                 values.append({**of_cell, "seed": cell.seed, "metric": name, "value": value})
     for name in definition.metrics if results else ():
         if name not in (value["metric"] for value in values):
-            raise ConfigurationError(f"metrics: no run has {name}; there are {', '.join(known)}")
+            raise ConfigurationError(f"metrics: no evaluation has {name}; there are {', '.join(known)}")
     frame = StudyFrame(
         name=study.name,
         title=definition.title,

@@ -341,14 +341,19 @@ class Study:
     def arguments(self, labels: Mapping[str, str], seed: int) -> list[str]:
         """Return the arguments of ``fit`` for a combination and a seed.
 
-        These arguments must come after the arguments of :attr:`base`.
+        These arguments must come after the arguments of :attr:`base`. Callbacks that
+        ``trainer.callbacks+`` adds are kept if a label sets ``trainer.callbacks``.
         """
         of_labels = [self.axes[axis][label] for axis, label in labels.items()]
         arguments = []
         for settings in (self.definition.settings, self.scale.settings, *of_labels):
             arguments += [self._config(path) for path in settings.get("config", ())]
             arguments += [as_argument(name, x) for name, x in settings.items() if name not in SPECIAL]
-        return [*arguments, f"--seed_everything={seed}"]
+        places = [i for i, x in enumerate(arguments) if x.startswith("--trainer.callbacks=")]
+        last = max(places, default=0)  # this list replaces what is before it
+        added = [x for x in arguments[:last] if x.startswith("--trainer.callbacks+=")]
+        kept = [x for i, x in enumerate(arguments) if i > last or x not in added]
+        return [*kept, *added, f"--seed_everything={seed}"]
 
     def _config(self, path: str) -> str:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"

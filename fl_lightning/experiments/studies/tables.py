@@ -247,6 +247,8 @@ def remarks(results: StudyFrame) -> list[list[str]]:
         for i in [i for i in same if own[number] and not own[i]][:1]:
             others = {axis: x for axis, x in results.rows[i].labels.items() if x != row.labels[axis]}
             lines.append(f"costs are those of {_named(others)}")
+        metric = own[number] or results.first
+        lines += [f"the runs have no {metric}"] * (len(row.done) > 0 and not len(row.of(results.first)))
         every.append([*lines, *_of_runs(row)])
     return every
 

@@ -167,7 +167,10 @@ def _announced(run: ObservedRun) -> tuple[tuple[str, ...], int | None]:
     return run.method.kinds, None if milestone is None else round_at(milestone, len(run.rounds))
 
 
-@rule("load local state in on_round_start with cohort.recall(self.memory)")
+@rule(
+    "call cohort.recall(self.memory) in on_round_start and cohort.remember(self.memory) in on_before_aggregate; a subclass of "
+    "LocalState that defines these hooks calls super()"
+)
 def local_state(trials: Trials) -> Violations:
     """Check that a client starts a round with the local state from its previous round.
 
