@@ -296,7 +296,7 @@ def test_files(tmp_path):
     assert "auroc of the model that each client uses, on its own test samples." in text
     table = pd.read_csv(tmp_path / "clients_auroc.csv", keep_default_na=False)
     assert [*table] == ["client (test samples)", "BN", "FedBN", GAP]
-    assert table["client (test samples)"][0] == "Bergen (30)"
+    assert table["client (test samples)"][0] == "Bergen (30 of 10 subjects)"
     assert [*table.loc[3]][1:] == ["", "", ""]  # Vadsø has one class
 
 
