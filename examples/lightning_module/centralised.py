@@ -1,6 +1,7 @@
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lit_digits import DigitsData, LitDigits
+
+from examples.lightning_module.lit_digits import DigitsData, LitDigits
 
 L.seed_everything(0)
 module = LitDigits(lr=0.1)

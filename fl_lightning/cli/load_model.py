@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 import yaml
@@ -13,20 +14,32 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from fl_lightning.cli.command_line import build
+from fl_lightning.cli.mistakes import imported
 from fl_lightning.cli.print_errors import refusals
 from fl_lightning.errors import ConfigurationError
 from fl_lightning.experiments.run.trainer import as_list, make_trainer, on_cpu
-from fl_lightning.experiments.run_directory.config_digest import full_name
+from fl_lightning.experiments.run_directory.config_digest import class_path, full_name
 from fl_lightning.experiments.run_directory.load_run import loaded_run
 from fl_lightning.experiments.run_directory.predictions import KeptBatches
 from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _RecalledData
 from fl_lightning.files import user_path
+from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
 from fl_lightning.round.declarations import in_order
 
 _KEPT = ("accelerator", "precision", "callbacks", "limit_predict_batches")
 _QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def _predicts(callback: Any) -> bool:
+    """Return whether a callback of a run affects its predictions.
+
+    Callbacks such as ``EarlyStopping`` do not. Those of a run from Python may lack arguments in its
+    ``config.yaml``, so they could not be made.
+    """
+    kind = imported(class_path(callback)) if class_path(callback) else None
+    return not isinstance(kind, type) or issubclass(kind, FederatedCallback | BasePredictionWriter)
 
 
 def load_model(
@@ -173,6 +186,7 @@ class RestoredRun:
         kept = {x: self.run.config["trainer"][x] for x in _KEPT if x in self.run.config["trainer"]}
         with TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
+            kept["callbacks"] = [x for x in as_list(kept.get("callbacks")) if _predicts(x)]
             changes = {"data": data, "trainer": kept, "threads": None}
             file.write_text(yaml.safe_dump({**self.run.config, **changes}))
             try:
@@ -197,7 +211,10 @@ class RestoredRun:
             self.personal = next((x for x in methods if isinstance(x, PersonalEvaluation)), None)
             restored = [*methods, cli.config_init.fit.checkpoint]
             restoring = make_trainer(used, callbacks=restored, limit_predict_batches=0)
-            restoring.predict(self.module, datamodule=cli.datamodule, ckpt_path=str(self.path))
+            with catch_warnings():
+                # the callbacks that are left out, such as EarlyStopping, only train
+                filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")
+                restoring.predict(self.module, datamodule=cli.datamodule, ckpt_path=str(self.path))
         return cli.datamodule
 
     def model(self) -> TrainedModel:

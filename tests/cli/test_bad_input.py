@@ -92,7 +92,10 @@ TABLE = {
         ["min_examples=500 leaves no client", "use at most 96"],
     ),
     "steps and epochs": ("--model.local_epochs 1", ["local_steps: 2", "local_epochs: 1", "give one of them"]),
-    "neither steps nor epochs": ({"model.local_steps": None}, ["local_steps", "local_epochs", "give one of them"]),
+    "neither steps nor epochs": (
+        {"model.local_steps": None},
+        ["local_steps", "local_epochs", "give one of them"],
+    ),
     "unknown callback": (callback("FixedBN"), ["trainer.callbacks", "'FixedBN'", "did you mean FixBN"]),
     "unknown callback on the command line": (
         "--trainer.callbacks FixBNN",

@@ -97,7 +97,7 @@ def test_the_table_has_at_most_15_rows_unless_the_run_is_verbose(capsys, verbose
         assert rows[-1].endswith(" s without evaluations")
         assert len(rows) == 14  # and the row of files
         assert shown == ["test/own_accuracy", "test/personal_accuracy", "test/accuracy"]
-        told = f"{len(metrics) - len(shown)} in result.json; the option verbose prints them"
+        told = f"{len(metrics) - len(shown)} in result.json; --verbose (in Python verbose=True) prints them"
         assert next(row for row in rows if row.startswith("further values")).endswith(told)
 
 

@@ -25,17 +25,16 @@ TEXT = PAGES["docs/module-hooks.md"].read_text()
 
 def run_script(code, monkeypatch):
     """Run a script for two rounds or epochs, and return its variables."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # the script sets this variable
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     written = {"__name__": "__main__"}
     exec(re.sub(r"max_epochs=\d+", "max_epochs=2", code), written)  # noqa: S102  # our own script
-    monkeypatch.delitem(sys.modules, "lit_digits", raising=False)
     return written
 
 
 @pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed")  # by the script in Lightning alone
 def test_both_scripts_of_the_example_train_the_same_module(monkeypatch, capsys):
+    take_examples(monkeypatch)
     lightnings, ours = (
         run_script((EXAMPLE / f"{name}.py").read_text(), monkeypatch) for name in ("centralised", "federated")
     )

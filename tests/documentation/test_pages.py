@@ -43,7 +43,7 @@ BY_HAND = (
     ".venv/bin/python -m sphinx",
     ".venv/bin/python -m benchmarks",
     ".venv/bin/python docs/scripts/",
-    ".venv/bin/python examples/",
+    ".venv/bin/python -m examples.",
     ".venv/bin/ruff",
     ".venv/bin/mypy",
     ".venv/bin/torchrun",

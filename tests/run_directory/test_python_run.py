@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, EarlyStopping, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +25,7 @@ from fl_lightning import (
     LocalState,
     RoundProgress,
     Run,
+    load_model,
 )
 from fl_lightning.callbacks import FixBN, MaintainedMomentum
 from fl_lightning.datamodules import Digits, Shards
@@ -51,6 +52,15 @@ def a_run(max_epochs, name="mine", lr=0.1, callbacks=None, data=None, **settings
 
 def state(run):
     return AtomicCheckpointIO().load_checkpoint(run.attempt.checkpoints / "last.ckpt")["state_dict"]
+
+
+def test_callbacks_that_only_train_do_not_keep_a_model_from_being_loaded():
+    """The arguments of EarlyStopping are not in config.yaml."""
+    run = a_run(2, name="stopping", callbacks=[FixBN(freeze_round=1), EarlyStopping("val/loss", patience=3)])
+    run.fit()
+    callbacks = yaml.safe_load(run.attempt.config.read_text())["trainer"]["callbacks"]
+    assert callbacks[1]["init_args"] == {}
+    assert load_model(run.path)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
 class OwnMean(LocalState):

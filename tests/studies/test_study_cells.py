@@ -250,19 +250,22 @@ def test_all_columns_of_a_row_are_measured_with_the_same_statistics():
 
 @pytest.mark.parametrize("personal", [True, False])
 @pytest.mark.parametrize("named", [True, False])
-def test_named_clients_are_judged_by_the_models_that_they_use(named, personal):
+@pytest.mark.parametrize("metric", ["test/{}accuracy", "{}test_f1"])
+def test_named_clients_are_judged_by_the_models_that_they_use(metric, named, personal):
     """Hospitals use their own models under FedBN, unless a label asks for the server's."""
-    measured = {"test/accuracy": 0.5, "test/own_accuracy": 0.75}
-    measured |= {"test/personal_accuracy": 0.25} if personal else {}
-    labels = {"FedBN": {}, "server": {"metric": "test/accuracy"}}
-    cells = study_cells(choose=[], axes={"method": labels}, metrics={"test/accuracy": "accuracy"})
+    of_server = metric.format("")
+    measured = {of_server: 0.5, metric.format("own_"): 0.75}
+    measured |= {metric.format("personal_"): 0.25} if personal else {}
+    measured |= {"metrics": [name for name in measured if "/" not in name]}
+    labels = {"FedBN": {}, "server": {"metric": of_server}}
+    cells = study_cells(choose=[], axes={"method": labels}, metrics={of_server: "accuracy"})
     table = cells.table([])
     folder = finish(table[0], **measured)  # both labels have the same run
     (folder / "metrics.jsonl").write_text("")
     (folder / "partition.json").write_text(json.dumps({"clients": ["Oslo"]} if named else {}))
     results = collect(cells.study, table, [], {})
     fedbn, server = results.rows
-    assert [row.of("test/accuracy")[0] for row in (fedbn, server)] == [0.75 if named else 0.5, 0.5]
+    assert [row.of(of_server)[0] for row in (fedbn, server)] == [0.75 if named else 0.5, 0.5]
     words = "accuracy of FedBN: the model that each client uses, on the client's own data."
     assert (words in caption(results)) == named
     line = "the server's model has the mean of the clients' local state, which no client uses"

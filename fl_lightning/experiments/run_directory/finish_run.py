@@ -1,5 +1,6 @@
 """End of a run: final evaluation, ``result.json`` and the printed table."""
 
+import re
 from collections.abc import Mapping
 from typing import cast
 
@@ -143,10 +144,13 @@ def _print(result: Result, verbose: bool) -> None:
     metrics = {name: f"{value:.4f}{_whose(name)}" for name, value in metric_values(result).items()}
     if not verbose and len(rows) + len(metrics) + len(below) > _MOST_ROWS:
         room = max(_MOST_ROWS - len(rows) - len(below) - 1, _FEWEST_METRICS)
-        order = sorted(metrics, key=lambda name: (not name.startswith("test/"), name.endswith("/loss")))
+        words = {name: re.split("[/_]", name) for name in metrics}  # a LightningModule logs test_acc
+        order = sorted(metrics, key=lambda name: ("test" not in words[name], words[name][-1] == "loss"))
         if hidden := order[room:]:
             metrics = {name: text for name, text in metrics.items() if name not in hidden}
-            metrics["further values"] = f"{len(hidden)} in result.json; the option verbose prints them"
+            metrics["further values"] = (
+                f"{len(hidden)} in result.json; --verbose (in Python verbose=True) prints them"
+            )
     print_table("Result", rows | metrics | below)
 
 

@@ -36,8 +36,8 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
 
     Methods whose clients keep state have these columns.
 
-    >>> [*local_metrics({"test/accuracy": "accuracy"}).values()]
-    ["clients' models", "clients' models on own data", "server's model"]
+    >>> [*local_metrics({"test_f1": "F1"})][:3]
+    ['personal_test_f1', 'own_test_f1', 'pooled_test_f1']
 
     Args:
         metrics: Names of the table's columns, keyed by metric. New columns also name the metric, as
@@ -45,9 +45,9 @@ def local_metrics(metrics: Mapping[str, str]) -> dict[str, str]:
     """
     columns: dict[str, str] = {}
     for number, (metric, words) in enumerate(metrics.items()):
-        split, _, name = metric.partition("/")
+        split, slash, name = metric.rpartition("/")  # a LightningModule may log test_f1
         of = f"{words} of " if number else ""
-        columns |= {f"{split}/{kind}_{name}": of + models for kind, models in _MODELS.items()}
+        columns |= {f"{split}{slash}{kind}_{name}": of + models for kind, models in _MODELS.items()}
         if number == 0:
             columns[f"{SERVER_PREFIX}{metric}"] = "server's model"
     return {name: words for name, words in columns.items() if name not in metrics}
@@ -64,7 +64,8 @@ def models_of(metric: str) -> str:
 
 def on_own_data(metric: str) -> bool:
     """Return whether a metric is measured on the clients' own data, and not on the server's."""
-    return metric.rpartition("/")[2].startswith(("own_", "pooled_", "client_"))
+    own = ("own_", "pooled_", "client_")
+    return any(part.startswith(own) for part in metric.split("/"))  # own_test/acc is a LightningModule's
 
 
 def of_same_models(metric: str, like: str, first: str, known: Collection[str] = ()) -> str:
@@ -77,6 +78,8 @@ def of_same_models(metric: str, like: str, first: str, known: Collection[str] = 
     >>> known = ["test/accuracy_silobn", "test/loss_silobn"]
     >>> of_same_models("test/auroc", like="test/accuracy_silobn", first="test/accuracy", known=known)
     'test/auroc_silobn'
+    >>> of_same_models("test_f1", like="own_test_acc", first="test_acc")  # of a LightningModule
+    'own_test_f1'
 
     Args:
         metric: Name of a further metric of the table.
@@ -85,12 +88,12 @@ def of_same_models(metric: str, like: str, first: str, known: Collection[str] = 
         known: Metrics of the run. If ``like`` evaluates a variant of the server's model, the run
             also has the variant's loss.
     """
-    split, _, name = metric.rpartition("/")
+    split, slash, name = metric.rpartition("/")
     variant = like.removeprefix(first) if like.startswith(f"{first}_") else ""
     if variant and f"{split}/loss{variant}" in known:
         return metric + variant
     return (
-        f"{split}/{like.rpartition('/')[2].partition('_')[0]}_{name}"
+        f"{split}{slash}{like.rpartition('/')[2].partition('_')[0]}_{name}"
         if models_of(like) and not models_of(metric)
         else metric
     )
@@ -98,8 +101,8 @@ def of_same_models(metric: str, like: str, first: str, known: Collection[str] = 
 
 def of_any_model(metric: str) -> str:
     """Return the server model's metric. For ``test/personal_accuracy``, it is ``test/accuracy``."""
-    split, _, name = metric.removeprefix(SERVER_PREFIX).rpartition("/")
-    return f"{split}/{name.partition('_')[2] if models_of(metric) else name}"
+    split, slash, name = metric.removeprefix(SERVER_PREFIX).rpartition("/")
+    return f"{split}{slash}{name.partition('_')[2] if models_of(metric) else name}"
 
 
 def split_columns(text: str) -> list[str]:
