@@ -63,7 +63,7 @@ def folds_of_samples(
     if small:
         unit = unit if subjects is None else "subjects"
         notes.append(
-            f"fewer {unit} than {folds} folds, so test data in as many folds, and in none for 1: {counted(small)}"
+            f"fewer {unit} than {folds} folds (n {unit} are test data in n folds, a single one in none): {counted(small)}"
         )
     return fold_of, notes
 

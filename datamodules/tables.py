@@ -330,7 +330,7 @@ def find_categories(path: Path, table: Any, categorical: Collection[str]) -> dic
             if len(odd) and (wrong.all() or name not in text or not _whole(words[~wrong])):
                 raise ConfigurationError(
                     f"data.columns: {name} is no column of numbers, {_place(path, odd, [0])} has {odd.iloc[0]!r}; write a number or leave the value empty, "
-                    f"name {name} in data.categorical, list a word for missing values in data.missing, or leave the column out of data.columns"
+                    f"name {name} in data.categorical, list a word for missing values in data.missing, or leave the column out by data.columns: {{except: [{name}]}}"
                 )
             if words.is_unique:
                 raise ConfigurationError(

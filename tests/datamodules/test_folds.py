@@ -104,7 +104,7 @@ def test_a_hospital_with_fewer_subjects_than_folds_is_named():
     for fold in range(5):
         data = made(features, labels, hospital, subjects, folds=5, fold=fold)
         sizes.append([len(x) for x in data.distribution.own["test"]])
-        note = "fewer subjects than 5 folds, so test data in as many folds, and in none for 1: Bergen: 3, Bodø: 1"
+        note = "fewer subjects than 5 folds (n subjects are test data in n folds, a single one in none): Bergen: 3, Bodø: 1"
         assert note in data.notes
     # sorted by name: Bergen with three patients, Bodø with one, Oslo with five
     assert sizes == [[2, 0, 2]] * 3 + [[0, 0, 2]] * 2

@@ -39,9 +39,9 @@ def traffic(trials: Trials) -> Violations:
 
     - Upload: one client trains on other data, and sends the same weights, statistics and loss as
       before. The server's state must stay the same.
-    - Download: the rule changes tensors of at least 8 floats in the server's part of the method's
-      memory, and untrained parameters that the server changes. The local steps of clients that start
-      from the same state must stay the same.
+    - Download: values that only the server has are changed: tensors of at least 8 floats in the
+      method's memory, and untrained parameters that the server changes. If clients then take other
+      local steps, they have received these values, and ``extra_payload`` must count them.
     - Start of a round: if a client starts from new values, the round must count these values.
     """
     usual, number = trials.run(), 3
@@ -117,7 +117,7 @@ def exchange_in_a_round(trials: Trials) -> Violations:
 
 @rule("count sent optimizer state in extra_payload; keep all other state at the client")
 def clients_own_state(trials: Trials) -> Violations:
-    """Check that state which a client does not send affects neither the server nor other clients.
+    """Check that state that a client does not send affects only this client.
 
     A client does not send local, frozen and discarded state. It does not send the state of its
     optimizer either, unless ``extra_payload`` counts this state.
