@@ -11,7 +11,7 @@ from fl_lightning.optimizers.server import FedAdam, FedYogi
 from tests.support.command_line import run as command
 from tests.support.command_line import write_config
 from tests.support.contract import contents
-from tests.support.helpers import SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
+from tests.support.helpers import SGD, SaveRounds, States, blobs, by_hand, distance, fit, small_cnn, train
 
 EXECUTORS = pytest.mark.parametrize("executor", [SequentialExecutor, VectorizedExecutor])
 ADAPTIVE = pytest.mark.parametrize("kind", [FedAdam, FedYogi])
@@ -155,3 +155,16 @@ def test_it_is_known_by_its_bare_name_in_yaml(kind):
 def test_a_setting_out_of_range_is_named(kind, settings, told):
     with pytest.raises(ConfigurationError, match=rf"server_optimizer: {kind.__name__}\.{told}"):
         run(partial(kind, **settings))
+
+
+def test_lightnings_monitor_calls_the_rate_the_servers():
+    """Groups of a server optimizer with several groups keep their names, which must differ."""
+    one = FederatedModule(small_cnn(), SGD, local_steps=1).configure_optimizers()
+    assert [group["name"] for group in one.param_groups] == ["server"]
+
+    def halves(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=1.0)
+
+    two = FederatedModule(small_cnn(), SGD, local_steps=1, server_optimizer=halves).configure_optimizers()
+    assert ["name" in group for group in two.param_groups] == [False, False]

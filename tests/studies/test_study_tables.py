@@ -325,6 +325,8 @@ def test_latex_explains_bold_and_published_values():
     alike = [group(method, "1", [0.5]) for method in ("BN", "GN")]
     (alone,) = re.findall(r"\\caption\{(.*)\}", latex_tables(results(alike, spread=None)))
     assert "Bold" not in alone
+    unpublished = [group(method, steps, [0.5]) for method in ("BN", "GN") for steps in ("1", "100")]
+    assert "parentheses" not in latex_tables(results(unpublished))
 
 
 def cells_of(latex):

@@ -349,11 +349,11 @@ class Study:
         for settings in (self.definition.settings, self.scale.settings, *of_labels):
             arguments += [self._config(path) for path in settings.get("config", ())]
             arguments += [as_argument(name, x) for name, x in settings.items() if name not in SPECIAL]
-        places = [i for i, x in enumerate(arguments) if x.startswith("--trainer.callbacks=")]
-        last = max(places, default=0)  # this list replaces what is before it
-        added = [x for x in arguments[:last] if x.startswith("--trainer.callbacks+=")]
-        kept = [x for i, x in enumerate(arguments) if i > last or x not in added]
-        return [*kept, *added, f"--seed_everything={seed}"]
+        replaced = max(
+            (i for i, x in enumerate(arguments) if x.startswith("--trainer.callbacks=")), default=0
+        )
+        added = [x for x in arguments[:replaced] if x.startswith("--trainer.callbacks+=")]
+        return [*arguments, *added, f"--seed_everything={seed}"]
 
     def _config(self, path: str) -> str:
         return f"--config={(shipped(path, self.folder) or self.folder / path).resolve()}"

@@ -10,11 +10,13 @@ import torch
 from lightning.pytorch import LightningDataModule
 from sklearn.calibration import calibration_curve
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from fl_lightning import Classification, FederatedDataModule, callbacks
 from fl_lightning.callbacks import ClientEvaluation
 from tests.support.command_line import run, write_config
 from tests.support.helpers import ArrayClient, blobs, federated_run
+from tests.support.lightning_sites import Lit, Site, federated
 
 
 def trained(data, callback):
@@ -58,6 +60,28 @@ def test_without_own_data_the_classes_of_the_servers_are_weighed_as_the_clients_
     assert [float(row["accuracy"]) for row in rows] == pytest.approx(expected)
     assert [callback.values[client]["accuracy"] for client in range(len(expected))] == pytest.approx(expected)
     assert callback.result_lines() == {"clients": "no client has loss"}
+
+
+class Words(Lit):
+    """A module whose validation batches are lists of words."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_letters", float(sum(map(len, batch))), batch_size=len(batch))
+
+
+class OfWords(Site):
+    def val_dataloader(self):
+        return DataLoader(["a", "bc", "def"], 2, collate_fn=list)
+
+
+def test_batches_without_tensors_are_evaluated_and_not_counted():
+    observer = ClientEvaluation()
+    data = FederatedDataModule({"a": OfWords(0), "b": OfWords(1)}, server=OfWords(2))
+    federated(Words(), observer, data=data, rounds=1)
+    table = observer.tables()["clients"]
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["val_samples"] for row in rows] == ["", ""]
+    assert [row["val_letters"] for row in rows] == [3.0, 3.0]  # batches of 3 and 3 letters
 
 
 PERSONAL = {
