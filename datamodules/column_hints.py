@@ -9,6 +9,7 @@ A hint does not change the data. There are hints about these columns and values:
 - A repeated extreme value that is far from all others, such as -999.
 - Categories or classes that differ in case or blanks alone, or that have one sample.
 - A column that is named like an id and repeats its values, if no subjects are named.
+- A feature without a value in at least five samples of a client, and in no other sample of it.
 """
 
 import re
@@ -25,6 +26,8 @@ _PAIRS = 5  # expected pairs of equal values, if integers are drawn at random fr
 _CODE = 6  # digits of a code: integers of one width that all differ
 _REPEATS, _OTHERS = 3, 5  # samples of a repeated extreme value, and different other values
 _FAR = 5  # ranges of the other values between the other values and a repeated extreme value
+_NAMED = 5  # clients in a hint
+_GAP = 5  # fewest samples of a client without any value of a feature
 _ID = re.compile(
     r"(?i)(^|[\W_])(patient|subject|participant|person|case|study|mrn|pid|id)s?($|[\W_])"
 )  # names of ids
@@ -47,6 +50,31 @@ def subject_hint(table: Any, names: Sequence[str]) -> str:
         f"{len(table):,} rows, {counts[name]:,} values of {name}: are rows of one {name} to stay together? "
         f"then set data.subjects: {name}"
     )
+
+
+def gap_hints(
+    columns: Sequence[str], features: NDArray[Any], groups: NDArray[Any], names: Sequence[str]
+) -> list[str]:
+    """Return a hint about each feature that has no value at all at some clients.
+
+    Args:
+        columns: Names of the features.
+        features: Values of the features ``[N, features]``. NaN is a missing value.
+        groups: Number of each sample's client ``[N]``.
+        names: Names of the clients.
+    """
+    hints, missing = list[str](), np.isnan(features)
+    sizes = np.bincount(groups, minlength=len(names))
+    for column, gaps in zip(columns, missing.T, strict=True):
+        counts = np.bincount(groups[gaps], minlength=len(names))
+        clients = [names[int(x)] for x in np.flatnonzero((counts == sizes) & (sizes >= _GAP))]
+        if clients:
+            more = ", ..." if len(clients) > _NAMED else ""
+            hints.append(
+                f"{column} has no value at {', '.join(clients[:_NAMED])}{more}: leave it out by data.columns: {{except: [{column}]}}, or "
+                "replace it there by values of others"
+            )
+    return hints
 
 
 def feature_hints(

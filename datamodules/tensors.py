@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.client_data.fingerprint import digest
 from fl_lightning.client_data.new_samples import NewSamples
 from fl_lightning.client_data.preprocessing import Preprocessing
-from fl_lightning.datamodules.column_hints import feature_hints, label_hint
+from fl_lightning.datamodules.column_hints import feature_hints, gap_hints, label_hint
 from fl_lightning.datamodules.folds import check_fold, folds_of_samples
 from fl_lightning.datamodules.images import Samples, balanced_subset
 from fl_lightning.datamodules.in_memory import InMemorySamples
@@ -210,6 +210,9 @@ class TensorData(InMemorySamples):
         )
         self._data = data | numbers | of_subjects
         check_lengths(self._data)
+        if is_frame(table) and "groups" in numbers:
+            values, groups_of = self._data["features"].numpy(), numbers["groups"].numpy()
+            self.notes += gap_hints([*table], values, groups_of, self._group_names)
         self._places = torch.arange(len(self._data["features"])) if places is None else places
         if isinstance(subjects, str):
             self._subject_setting = f"data.subjects {subjects}"

@@ -247,3 +247,18 @@ def test_ordinary_columns_give_no_hint(seed, rows):
     }
     columns["rare"] = columns["rare"].astype(int)
     assert notes(np.resize(["no", "yes"], rows), **columns) == []
+
+
+def test_a_feature_without_a_value_at_a_client_is_named(tmp_path):
+    site = np.repeat(["Bergen", "Bonn", "Lund"], [8, 6, 4])
+    frame = pd.DataFrame({"age": np.arange(18) % 7 + 40.0, "lab": np.arange(18) % 5 + 1.0, "site": site})
+    frame["stage"] = np.array(["I", "II"])[np.arange(18) % 2]
+    frame["outcome"] = np.arange(18) % 2
+    frame.loc[site == "Bonn", ["lab", "stage"]] = None
+    frame.loc[site == "Lund", "lab"] = None  # too few samples for a hint
+    frame.loc[0, "age"] = None
+    data = TensorData(frame, "outcome", groups="site", impute="most_frequent")
+    assert [note for note in data.notes if "no value" in note] == [
+        f"{name} has no value at Bonn: leave it out by data.columns: {{except: [{name}]}}, or replace it there by values of others"
+        for name in ("lab", "stage")
+    ]
