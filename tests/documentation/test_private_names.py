@@ -44,7 +44,7 @@ IMPORTED = {
     "torch.utils._pytree.keystr": "ranks verification/differences verification/memory",
     "torch.utils._pytree.tree_flatten": "client_data/batches execution/graphs",
     "torch.utils._pytree.tree_flatten_with_path": "cohort/client_memory ranks verification/differences verification/memory",
-    "torch.utils._pytree.tree_leaves": "client_data/batches client_data/federated client_data/loaders clients/changes clients/lightning_module clients/task execution/graphs execution/vectorized round/first_steps",
+    "torch.utils._pytree.tree_leaves": "client_data/batches client_data/federated client_data/loaders clients/changes clients/lightning_module clients/task execution/graphs execution/vectorized methods/own_data round/first_steps",
     "torch.utils._pytree.tree_map": "client_data/batches cohort/client_memory execution/vectorized verification/memory",
     "torch.utils._pytree.tree_map_only": "clients/lightning_module clients/metrics round/against_copies",
     "torch.utils._pytree.tree_map_with_path": "verification/memory",

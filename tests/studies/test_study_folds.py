@@ -204,7 +204,10 @@ def test_unfinished_folds_are_named():
         {"seed": 0, "fold": 1, "phase": "failed", "why": "x"},
     ]
     frame = study_frame(
-        [{"labels": {"m": "BN"}, "values": {"acc": {}}, "runs": runs}], {"m": ["BN"]}, {"acc": "acc"}, folds=2
+        [{"labels": {"m": "BN"}, "values": {"acc": {0: 0.5}}, "runs": runs}],
+        {"m": ["BN"]},
+        {"acc": "acc"},
+        folds=2,
     )
     assert whole_table(frame, ["remarks"])["remarks"][0] == "failed: seed 0 in fold 1"
 
