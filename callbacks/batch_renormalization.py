@@ -45,8 +45,9 @@ class RenormalizedBatchNorm(SwappedBatchNorm):
 class BatchRenormalization(FederatedCallback):
     """Batch Renormalization: the batch's statistics are corrected towards the running statistics.
 
-    BN in training thus normalises almost as in evaluation. A BN layer normalises with the mean m_B and the standard deviation s_B of the batch. Then it
-    corrects the result towards the running mean m and the running standard deviation s::
+    BN in training thus normalises almost as in evaluation. A BN layer normalises with the mean m_B
+    and the standard deviation s_B of the batch. Then it corrects the result towards the running mean
+    m and the running standard deviation s::
 
         y = gamma ((x - m_B) / s_B r + d) + beta
         r = clamp(s_B / s, 1 / r_max, r_max)

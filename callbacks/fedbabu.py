@@ -13,9 +13,9 @@ from fl_lightning.methods import PersonalEvaluation, fine_tuned
 class FedBABU(PersonalEvaluation):
     """FedBABU: training changes only the body; clients fine-tune the model before an evaluation.
 
-    The head keeps its initial value. The server sends the head once to each client. In each evaluation, every client fine-tunes a
-    copy of the server's model, body and head, on the client's training data (Algorithm 1 and
-    section 5). Fine-tuning uses the client optimizer with the initial learning rate
+    The head keeps its initial value. The server sends the head once to each client. In each
+    evaluation, every client fine-tunes a copy of the server's model, body and head, on the client's
+    training data (Algorithm 1 and section 5). Fine-tuning uses the client optimizer with the initial learning rate
     (:func:`~fl_lightning.methods.fine_tuning.fine_tuned`).
 
     ``own_accuracy`` is the accuracy of the fine-tuned models, the paper's personalised accuracy.

@@ -147,8 +147,8 @@ class ImageFiles(InMemoryDataModule):
     A subclass sets ``num_classes`` and calls :meth:`read` in ``load()``. Images are turned upright as
     their EXIF data say, and converted to RGB with 8 bits. Of colours with 16 bits, only the upper 8
     bits are read. The shorter side of an image is resized to ``image_size``, and the centre is
-    cropped. The decoded images are cached on disk. Every start checks whether the cache still fits the files. Images are
-    normalised by the mean and standard deviation of the training images.
+    cropped. The decoded images are cached on disk. Every start checks whether the cache still fits
+    the files. Images are normalised by the mean and standard deviation of the training images.
 
     Args:
         data_dir: The folder of the files.

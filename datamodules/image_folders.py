@@ -73,9 +73,9 @@ class ImageFolder(ImageFiles):
     ) -> Iterable[Tensor]:
         """Draw the test images, and return a mask for the images of each domain."""
         assert self.test_fraction is not None
-        for domain, (images, names) in enumerate(zip(parts, subjects, strict=True)):
-            draws = self._draws(domain)
-            yield [*self.folders.values()][domain].drawn(images, self.test_fraction, names, draws)
+        domains = zip(self.folders.values(), parts, subjects, strict=True)
+        for domain, (folders, images, names) in enumerate(domains):
+            yield folders.drawn(images, self.test_fraction, names, self._draws(domain))
 
     def _draws(self, domain: int) -> Generator:
         return generator(self.seed, "test split")

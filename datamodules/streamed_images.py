@@ -65,8 +65,8 @@ class StreamedImages(PartitionedDataModule):
 
     Use this class for data larger than memory. A run starts by listing the files: for 1.28 million
     files, the list takes a few seconds and 50 MB. The model does not train while images are read. For
-    smaller data, :class:`~fl_lightning.datamodules.image_folders.ImageFolder` is faster. If ``test/`` has no class
-    folders, ``val/`` is the test set.
+    smaller data, :class:`~fl_lightning.datamodules.image_folders.ImageFolder` is faster. If
+    ``test/`` has no class folders, ``val/`` is the test set.
 
     Training images are augmented by torchvision's ``RandomResizedCrop`` and a random flip, which
     depend only on (seed, client, step). For evaluation, the shorter side is resized to ``image_size

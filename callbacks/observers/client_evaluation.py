@@ -59,8 +59,9 @@ class ClientEvaluation(Report, Observer):
     ICLR 2020, Table 1). After the run, ``clients.csv`` and ``clients.png`` have each client's name,
     numbers of training, validation and test samples, and values of the last evaluation. An unknown
     number is empty: the samples of your own data modules are counted when they are evaluated. W&B
-    shows the table and the picture as well. For clients with names and own test data, ``test_predictions.csv`` has a line for
-    each test sample, with the prediction of the model that its client uses. W&B does not get it.
+    shows the table and the picture as well. For clients with names and own test data,
+    ``test_predictions.csv`` has a line for each test sample, with the prediction of the model that its
+    client uses. W&B does not get it.
 
     After the final test of a classification, ``calibration.csv`` and ``calibration.png`` have the
     calibration curve of all clients' own test samples together, each with the model that its client

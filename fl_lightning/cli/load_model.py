@@ -23,10 +23,9 @@ from fl_lightning.experiments.run_directory.load_run import loaded_run
 from fl_lightning.experiments.run_directory.predictions import KeptBatches
 from fl_lightning.experiments.run_directory.trained_model import TrainedModel, _RecalledData
 from fl_lightning.files import user_path
-from fl_lightning.methods.callback import FederatedCallback
 from fl_lightning.methods.local_state import LocalState
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
-from fl_lightning.round.declarations import in_order
+from fl_lightning.round.declarations import Declarations, in_order
 
 _KEPT = ("accelerator", "precision", "callbacks", "limit_predict_batches")
 _QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -39,7 +38,7 @@ def _predicts(callback: Any) -> bool:
     ``config.yaml``, so they could not be made.
     """
     kind = imported(class_path(callback)) if class_path(callback) else None
-    return not isinstance(kind, type) or issubclass(kind, FederatedCallback | BasePredictionWriter)
+    return not isinstance(kind, type) or issubclass(kind, Declarations | BasePredictionWriter)
 
 
 def load_model(

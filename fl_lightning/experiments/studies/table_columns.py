@@ -62,10 +62,14 @@ def models_of(metric: str) -> str:
     return _MODELS.get(kind, "") if rest else ""
 
 
+def begins_with(metric: str, *prefixes: str) -> bool:
+    """Return whether a metric has one of these prefixes, as in ``test/own_acc`` or ``own_test/acc``."""
+    return any(part.startswith(prefixes) for part in metric.split("/"))
+
+
 def on_own_data(metric: str) -> bool:
     """Return whether a metric is measured on the clients' own data, and not on the server's."""
-    own = ("own_", "pooled_", "client_")
-    return any(part.startswith(own) for part in metric.split("/"))  # own_test/acc is a LightningModule's
+    return begins_with(metric, "own_", "pooled_", "client_")
 
 
 def of_same_models(metric: str, like: str, first: str, known: Collection[str] = ()) -> str:

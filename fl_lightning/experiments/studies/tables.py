@@ -26,6 +26,7 @@ from fl_lightning.experiments.studies.table_columns import (
     FURTHER,
     TEXTS,
     UNITS,
+    begins_with,
     local_metrics,
     of_any_model,
 )
@@ -289,7 +290,7 @@ def _other_code(results: StudyFrame) -> list[str]:
 def _of_runs(row: Row) -> list[str]:
     runs, lines = row.runs, list[str]()
     # own_accuracy alone is the server's model on the clients' own data
-    if any(part.startswith("personal_") for metric in row.values["metric"] for part in metric.split("/")):
+    if any(begins_with(metric, "personal_") for metric in row.values["metric"]):
         lines.append("the server's model has the mean of the clients' local state, which no client uses")
     lines += filter(None, [diverged_in_words(row)])
     for phase in ("failed", "stale", "running", "stopped", "missing"):
@@ -333,10 +334,7 @@ def caption(results: StudyFrame) -> str:
 
 def _own_models(results: StudyFrame) -> str:
     """Name the rows whose first metric evaluates the model that each client uses; empty if there are none."""
-    parts = {
-        id(row): (row.metric or "").split("/") for row in results.rows
-    }  # such as test/own_acc, own_test/acc
-    rows = [row for row in results.rows if any(part.startswith("own_") for part in parts[id(row)])]
+    rows = [row for row in results.rows if begins_with(row.metric or "", "own_")]
     names = "; ".join(axis_labels.labels_in_words(row.labels, [*results.axes]) for row in rows)
     whose = "all rows" if len(rows) == len(results.rows) else names
     words = "the model that each client uses, on the client's own data"
