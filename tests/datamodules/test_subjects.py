@@ -1,13 +1,13 @@
 """All samples of a subject, such as a patient, are in one part of the data."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GroupShuffleSplit
 
 from fl_lightning import ConfigurationError
 from fl_lightning.datamodules import (
@@ -204,19 +204,16 @@ def test_the_most_frequent_class_is_a_subjects_class():
 
 
 def visits():
-    """Write the visits of 60 patients whose labels are chance, and return them as arrays."""
+    """Write the visits of 60 patients whose labels are chance."""
     draws = np.random.default_rng(0)
     centre, label = draws.normal(size=(60, 8)), draws.permutation(np.arange(60) % 2)
     lines = [",".join(["patient", *(f"x{k}" for k in range(8)), "site", "outcome"])]
-    rows = []
     for patient in range(60):
         for _ in range(6):
             x = (centre[patient] + 0.1 * draws.normal(size=8)).round(3)
-            rows.append((patient, x, label[patient]))
             values = [f"p{patient:02d}", *map(str, x), "abc"[patient % 3], ["no", "yes"][label[patient]]]
             lines.append(",".join(values))
     Path("visits.csv").write_text("\n".join(lines) + "\n")
-    return rows
 
 
 def test_the_column_of_subjects_is_no_feature_and_is_said(capsys):
@@ -257,32 +254,45 @@ def test_rows_that_repeat_an_id_get_a_line(column, values, told):
     assert not [note for note in named if "rows" in note]
 
 
-def nearest(data):
-    """Test accuracy of the class of the nearest training sample."""
-    inputs, targets, dealt = data.samples.inputs, data.distribution.labels, data.distribution
-    trained = torch.cat(dealt.clients)
-    found = torch.cdist(inputs[dealt.test], inputs[trained]).argmin(1)
-    return float((targets[trained][found] == targets[dealt.test]).float().mean())
+def nearest(data, evaluated):
+    """Accuracy of the class of the nearest training sample."""
+    inputs, targets = data.samples.inputs, data.distribution.labels
+    trained = torch.cat(data.distribution.clients)
+    found = torch.cdist(inputs[evaluated], inputs[trained]).argmin(1)
+    return float((targets[trained][found] == targets[evaluated]).float().mean())
+
+
+def logistic(data, evaluated):
+    """Accuracy of scikit-learn's logistic regression."""
+    inputs, targets = data.samples.inputs.numpy(), data.distribution.labels.numpy()
+    trained = torch.cat(data.distribution.clients).numpy()
+    model = LogisticRegression().fit(inputs[trained], targets[trained])
+    return model.score(inputs[evaluated.numpy()], targets[evaluated.numpy()])
 
 
 def test_visits_split_by_patient_predict_no_chance_labels():
-    """As scikit-learn's split by groups: what rows of one patient tell is not known of a new patient."""
-    rows = visits()
-    given = {"targets": "outcome", "groups": "site", "standardize": True, "batch_size": 8}
-    columns = [f"x{k}" for k in range(8)]
-    by_row = TensorData("visits.csv", columns=columns, **given)
-    by_patient = TensorData("visits.csv", subjects="patient", **given)
-    for data in (by_row, by_patient):
+    """What rows of one patient tell is not known of a new patient: over 20 seeds, whose validation data differ."""
+    visits()
+    given = {
+        "targets": "outcome",
+        "groups": "site",
+        "standardize": True,
+        "batch_size": 8,
+        "val_fraction": 0.2,
+    }
+    ways = {"row": {"columns": [f"x{k}" for k in range(8)]}, "patient": {"subjects": "patient"}}
+    found = {}
+    for (way, more), seed in product(ways.items(), range(20)):
+        data = TensorData("visits.csv", seed=seed, **given, **more)
         data.setup("fit")
-    assert nearest(by_row) > 0.95
-    assert nearest(by_patient) < 0.65
-    patient, features, label = (np.array([row[i] for row in rows]) for i in range(3))
-    scores = []
-    for train, test in GroupShuffleSplit(20, test_size=0.2, random_state=0).split(features, label, patient):
-        scores.append(
-            LogisticRegression().fit(features[train], label[train]).score(features[test], label[test])
-        )
-    assert np.mean(scores) < 0.6
+        parts = {"val": data.distribution.val, "test": data.distribution.test}
+        for (name, part), score in product(parts.items(), (nearest, logistic)):
+            found.setdefault((way, name, score), []).append(score(data, part))
+    means = {key: np.mean(values) for key, values in found.items()}
+    assert min(means["row", part, nearest] for part in ("val", "test")) > 0.95
+    assert (
+        max(means["patient", part, score] for part in ("val", "test") for score in (nearest, logistic)) < 0.6
+    )
 
 
 PATTERN = r"P\d+"
