@@ -170,7 +170,7 @@ def print_results(results: StudyFrame, folder: Path) -> None:
         if table is not None:
             print(f"\n{as_text(table)}")
     for of_clients in client_tables(results)[:1]:
-        print(f"\n{of_clients.caption}\n\n{as_text(of_clients.frame())}")
+        print(f"\n{of_clients.caption}\n\n{as_text(of_clients.frame(narrow=True))}")
     for line in remark_lines(results):
         print(f"\n{line}")
     print(f"\ncolumns for 'report {folder} --columns': {', '.join([*results.metrics.values(), *FURTHER])}")

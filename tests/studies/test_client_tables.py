@@ -187,6 +187,12 @@ def test_intervals_are_those_of_a_paired_bootstrap(tmp_path, metric, subjects):
                 ends = np.nanquantile(np.mean(each, axis=0), [0.025, 0.975])
                 assert (low, high) == pytest.approx([*ends], abs=1e-9)
                 assert f"({low:.3f} to {high:.3f})" in cell(table, row, name)
+    narrow = table.frame(narrow=True)
+    assert not any("(" in text for name in frames for text in narrow[name])
+    assert [*narrow[GAP]] == [*table.frame()[GAP]]
+    table.differences, gap = {}, table.differences
+    assert table.frame(narrow=True).equals(table.frame())  # nothing else is in parentheses
+    table.differences = gap
     assert "all samples" in table.intervals["BN"]
     assert "worst client" not in table.differences[GAP]
     assert "worst client" not in table.intervals["BN"]

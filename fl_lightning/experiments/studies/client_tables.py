@@ -94,13 +94,18 @@ class ClientTable:
         counts = {row: f" ({count}{of.get(row, '')})" for row, count in self.samples.items() if count}
         return {row: f"{row}{counts.get(row, '')}" for row in rows}
 
-    def frame(self) -> pd.DataFrame:
-        """Return the table as text. A value that the client's samples do not define is empty."""
-        rows = self.rows
+    def frame(self, narrow: bool = False) -> pd.DataFrame:
+        """Return the table as text. A value that the client's samples do not define is empty.
+
+        Args:
+            narrow: Whether, beside differences, values have no intervals, so that a terminal shows
+                the table.
+        """
+        rows, shown = self.rows, {} if narrow and self.differences else self.intervals
         table = pd.DataFrame({"client (test samples)": [*rows.values()]})
         for name, values in self.values.items():
             known = ([x for x in values.get(row, ()) if not isnan(x)] for row in rows)
-            ends = self.intervals.get(name, {})
+            ends = shown.get(name, {})
             intervals = [" ({:.3f} to {:.3f})".format(*ends[row]) if row in ends else "" for row in rows]
             table[name] = [mean_and_deviation(x) + words for x, words in zip(known, intervals, strict=True)]
         for name, found in self.differences.items():
