@@ -31,6 +31,8 @@ from fl_lightning.callbacks.observers.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.observers.communication_ledger import CommunicationLedger
 from fl_lightning.callbacks.observers.participation_gap import ParticipationGap
 from fl_lightning.callbacks.observers.statistics_sources import StatisticsSources
+from fl_lightning.callbacks.private_fedavg import PrivateFedAvg
+from fl_lightning.callbacks.private_sgd import PrivateSGD
 from fl_lightning.callbacks.scaffold import SCAFFOLD
 from fl_lightning.callbacks.silobn import SiloBN
 from fl_lightning.callbacks.sliding_window import SlidingWindowFixBN
@@ -65,6 +67,8 @@ __all__ = [
     "MaintainedMomentum",
     "MomentMatching",
     "ParticipationGap",
+    "PrivateFedAvg",
+    "PrivateSGD",
     "SiloBN",
     "SlidingWindowFixBN",
     "StaticBN",

@@ -1,7 +1,7 @@
 """Image classification data sets in memory, and their clients."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fl_lightning.client_data.preprocessing import channel_normalization
 from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.datamodules.subjects import Subjects
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import check_at_least, check_choice
 from fl_lightning.randomness import generator, permutation
 
 
@@ -24,7 +24,7 @@ class InMemoryClient(ClientDataModule):
     The order of the samples in epoch e is a random permutation that depends only on (seed, client,
     e). An incomplete last batch is dropped. Local step s uses batch ``s % steps_per_epoch`` of
     epoch ``s // steps_per_epoch``. If the client has fewer samples than a batch, all its samples are
-    one batch.
+    one batch. With ``sampling: poisson``, each local step draws its own batch.
 
     Args:
         client_id: Id of the client, from 0.
@@ -32,7 +32,7 @@ class InMemoryClient(ClientDataModule):
 
     Attributes:
         indices: Indices of the client's samples, int64, shape ``[n]``.
-        batch_size: Number of samples in a batch.
+        batch_size: Number of samples in a batch. With ``sampling: poisson``, their expected number.
     """
 
     def __init__(self, client_id: int, data: "InMemorySamples") -> None:
@@ -42,28 +42,39 @@ class InMemoryClient(ClientDataModule):
         self.num_examples = len(self.indices)
         self.batch_size = min(data.batch_size, self.num_examples)
         self.steps_per_epoch = self.num_examples // self.batch_size
+        self.sampling_rate = self.batch_size / self.num_examples if data.sampling == "poisson" else None
         self._epoch = -1
         self._draws = torch.empty(0)
 
     def step_draws(self, step: int) -> Tensor:
-        """Return the random numbers of local step ``step``, int64, ``[batch_size, 4]``.
+        """Return the random numbers of local step ``step``, int64, ``[samples, 4]``.
 
         The four numbers of a sample are its index, two offsets of the crop, and the flip (see
         :meth:`~fl_lightning.datamodules.images.Images.batch`). The order of the samples does
         not depend on the augmentation.
         """
+        seed, count = self.data.seed, self.num_examples
+        if self.sampling_rate is not None:
+            draws = torch.rand(
+                count, generator=generator(seed, "sampling", self.client_id, step), dtype=torch.float64
+            )
+            return self._augmented(self.indices[draws < self.sampling_rate], step)
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            data, count = self.data, self.num_examples
-            order = permutation(count, data.seed, "data order", self.client_id, epoch)
-            augmentation = generator(data.seed, "augmentation", self.client_id, epoch)
-            offsets = torch.randint(2 * data.samples.padding + 1, (count, 2), generator=augmentation)
-            flips = torch.randint(1 + data.horizontal_flip, (count, 1), generator=augmentation)
-            draws = torch.cat([self.indices[order][:, None], offsets, flips], dim=1)
+            order = permutation(count, seed, "data order", self.client_id, epoch)
+            draws = self._augmented(self.indices[order], epoch)
             used = self.steps_per_epoch * self.batch_size
             self._draws = draws[:used].view(self.steps_per_epoch, self.batch_size, 4)
             self._epoch = epoch
         return self._draws[index]
+
+    def _augmented(self, indices: Tensor, number: int) -> Tensor:
+        """Return indices of samples with random numbers of their augmentation; ``number`` selects the draw."""
+        data, count = self.data, len(indices)
+        draws = generator(data.seed, "augmentation", self.client_id, number)
+        offsets = torch.randint(2 * data.samples.padding + 1, (count, 2), generator=draws)
+        flips = torch.randint(1 + data.horizontal_flip, (count, 1), generator=draws)
+        return torch.cat([indices[:, None], offsets, flips], dim=1)
 
     def train_batch(self, step: int) -> Batch:
         """Return the batch of local step ``step``, counted from 0 over the whole training."""
@@ -73,6 +84,17 @@ class InMemoryClient(ClientDataModule):
 class InMemorySamples(PartitionedDataModule):
     """Base class of data sets in memory.
 
+    Args:
+        num_clients: Number of clients. Ignored if the partition decides this number.
+        batch_size: Number of samples in a client's batch. The FixBN paper uses 20. Every batch is
+            complete.
+        sampling: ``"epochs"``: the batches of an epoch are parts of a random permutation.
+            ``"poisson"``: each local step draws each sample with probability ``batch_size / n``, where
+            n is the client's number of samples. Batches then differ in size, and may be empty.
+            ``PrivateSGD`` needs such batches.
+        **settings: Settings of
+            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
+
     Attributes:
         samples: The samples of clients and server, training samples first. It is known after
             ``setup``.
@@ -81,6 +103,18 @@ class InMemorySamples(PartitionedDataModule):
     horizontal_flip = False
     samples: Samples
     _clients: Any
+
+    def __init__(
+        self,
+        num_clients: int = 10,
+        batch_size: int = 20,
+        *,
+        sampling: Literal["epochs", "poisson"] = "epochs",
+        **settings: Any,
+    ) -> None:
+        super().__init__(num_clients, batch_size, **settings)
+        check_choice("data.sampling", sampling, ("epochs", "poisson"))
+        self.sampling = sampling
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Return one batch per client, stacked: inputs ``[C, b, ...]`` and targets ``[C, b, ...]``.
@@ -122,8 +156,7 @@ class InMemoryDataModule(InMemorySamples):
         crop_padding: Width in pixels of the black border for random crops. The FixBN paper uses 2,
             and the FedTAN paper 4. 0: no crops.
         horizontal_flip: Whether training images are flipped with probability 1/2.
-        **settings: Settings of
-            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
+        **settings: Settings of :class:`InMemorySamples`.
 
     Attributes:
         scale: Number by which pixels are divided before normalisation.

@@ -122,8 +122,7 @@ class TensorData(InMemorySamples):
         fold: Fold, from 0 to ``folds - 1``, that becomes the test data.
         standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
             training samples. Constant features become 0. Categories are not scaled.
-        **settings: Settings of
-            :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
+        **settings: Settings of :class:`~fl_lightning.datamodules.in_memory.InMemorySamples`.
 
     Attributes:
         preprocessing: Map from raw features to inputs. It is fitted after ``setup``.

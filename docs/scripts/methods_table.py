@@ -36,6 +36,7 @@ FAMILIES = {
     "for evaluation": ("MomentMatching", "StaticBN", "FedDNA"),
     "personal": ("FedBN", "SiloBN", "MTFL", "FedPer", "FedRep", "FedBABU"),
     "drift": ("FedProx", "SCAFFOLD", "FedDyn", "FedNova", "MaintainedMomentum", "ClientGradientClipping"),
+    "privacy": ("PrivateSGD", "PrivateFedAvg"),
     "robustness": ("Byzantine", "AggregationDiagnostics"),
     "observers": (
         "ClientEvaluation",
@@ -68,13 +69,16 @@ def _linked(paper: str) -> str:
 
 
 def methods() -> dict[str, type[FederatedCallback]]:
-    """Return the shipped methods by name. Attacks and observers are left out.
+    """Return the shipped methods by name.
 
+    Attacks and observers are left out, and methods that take no network with BN.
     FedAvg has the name ``"none"``.
     """
     found = {name: getattr(callbacks, name) for name in callbacks.__all__}
     ours = {
-        n: kind for n, kind in found.items() if issubclass(kind, FederatedCallback) and kind.role == "method"
+        n: kind
+        for n, kind in found.items()
+        if issubclass(kind, FederatedCallback) and kind.role == "method" and not kind.per_sample
     }
     return {"none": FederatedCallback, **ours}
 
@@ -135,7 +139,9 @@ def costs(callback: FederatedCallback) -> list[tuple[str, str, int]]:
     """
     data = FederatedDataModule([RandomImages(), RandomImages()], RandomImages())
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-    module = FederatedModule(ResNet20(), optimizer, local_steps=1 + getattr(callback, "head_steps", 0))
+    module = FederatedModule(
+        ResNet20(), optimizer, local_steps=1 + getattr(callback, "head_steps", 0), **callback.needs
+    )
     seen = Rows()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -77,6 +77,8 @@ class ClientDataModule(L.LightningDataModule):
         client_id: Position of the client in ``FederatedDataModule.clients``.
         num_examples: Number of training samples of this client.
         steps_per_epoch: Number of batches in one pass over the samples.
+        sampling_rate: Probability with which each sample is drawn for a batch, independently of all
+            other samples and batches (Poisson sampling); None (default) for other batches.
 
     Example:
         >>> import torch
@@ -92,6 +94,7 @@ class ClientDataModule(L.LightningDataModule):
     client_id: int
     num_examples: int
     steps_per_epoch: int
+    sampling_rate: float | None = None
 
     @cached_property
     def samples_per_step(self) -> float:
@@ -299,6 +302,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
     def samples_per_step(self, client_id: int) -> float:
         """Return a client's mean batch size in one pass over the client's training data."""
         return self._source(client_id).samples_per_step
+
+    def sampling_rate(self, client_id: int) -> float | None:
+        """Return the attribute ``sampling_rate`` of a client; None if its batches are not Poisson samples."""
+        return getattr(self.clients[client_id], "sampling_rate", None)
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Draw the batches of one local step.

@@ -11,6 +11,7 @@ from fl_lightning.client_data.batches import BatchStack
 from fl_lightning.cohort.client_memory import ClientMemory
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError, nearest
+from fl_lightning.execution.base import Executor
 from fl_lightning.recorded import Recorded
 from fl_lightning.round.declarations import Declarations
 
@@ -132,6 +133,10 @@ class FederatedCallback(Recorded, Declarations, L.Callback):
         The model must keep its parameters and their names, because the BN layers are restored after
         the run. Apart from BN, the forward pass must not change.
         """
+
+    def step_executor(self, pl_module: "FederatedModule", executor: Executor) -> Executor:
+        """Return the executor of the next local step. The default is the run's executor."""
+        return executor
 
     def change_batches(
         self, pl_module: "FederatedModule", client_ids: Sequence[int], batches: BatchStack

@@ -18,6 +18,7 @@ from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import ConfigurationError, doing
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.sequential import SequentialExecutor
+from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.optimizers.client_lr import lr_factor
 from fl_lightning.randomness import derive_seed, seed_everything, seed_global
 from fl_lightning.ranks import Ranks
@@ -135,6 +136,15 @@ class RunContext(L.LightningModule):
     def joint_method(self) -> str | None:
         """Name of the method that needs a joint forward pass of all clients, or None."""
         return next((type(cb).__name__ for cb in self.federated_callbacks if cb.needs_joint_forward), None)
+
+    def step_executor(self, step: int) -> Executor:
+        """Return the executor of a local step, from 0, which methods may replace."""
+        if step == 0 and self.joint_method is not None:
+            return joint_executor(self.joint_method, self.ranks)
+        executor = self.executor
+        for method in self.federated_callbacks:
+            executor = method.step_executor(self, executor)
+        return executor
 
     def start_round(self) -> RoundCohort:
         """Sample the cohort of this round, and broadcast the server's state to its clients."""

@@ -24,6 +24,11 @@ class Declarations:
             ``fl_lightning.batch_norm.joint.cohort_mean``.
         sends_for_evaluations: Whether evaluations cause traffic, as in StaticBN. If so,
             ``check_val_every_n_epoch`` is part of the run's hash.
+        per_sample: Whether local steps need the gradient of each sample, of batches that are Poisson
+            samples. BN layers must then not normalise with batches, and ``verify`` uses Group
+            Normalization.
+        needs: Settings of ``FederatedModule`` without which the method refuses to run, such as
+            ``{"weighting": "uniform"}``. ``verify`` uses them.
         role: ``"method"``, ``"attack"`` (changes what clients send) or ``"observer"`` (only reads).
             In each round, hooks of methods are called first, and hooks of observers last.
         takes: Resources that only one method of a run may control, such as ``"client drift"``. In a
@@ -35,6 +40,8 @@ class Declarations:
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
     needs_joint_forward: ClassVar[bool] = False
     sends_for_evaluations: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = False
+    needs: ClassVar[Mapping[str, Any]] = {}
     role: ClassVar[Literal["method", "attack", "observer"]] = "method"
     takes: Mapping[str, str] | tuple[str, ...] = ()
 

@@ -71,6 +71,8 @@ def check_first_steps(run: RunContext) -> None:
         if not cohort.trained_names:
             return
         batches = [run.planned_batches(plan, clients, min(step, last)) for step in range(2)]
+        if not all(size for batch in batches for size in batch.sizes()):  # Poisson samples may be empty
+            return
         with _restored(run):
             rate = _by_executor(run, cohort, batches)
             _refuse_changed(run.model, before)

@@ -21,7 +21,7 @@ from fl_lightning.clients.task import ClientSettings
 from fl_lightning.clients.tasks import check_quality
 from fl_lightning.clients.unsaved import check_unsaved
 from fl_lightning.cohort.slots import StateSlots
-from fl_lightning.errors import ConfigurationError, stopped
+from fl_lightning.errors import ConfigurationError, check_choice, stopped
 from fl_lightning.execution.base import Compilation, Executor
 from fl_lightning.execution.choice import ExecutorChoice, choose_executor
 from fl_lightning.execution.compiling import decide
@@ -76,6 +76,9 @@ class FederatedModule(Recorded, RunContext):
             or ``local_epochs``.
         local_epochs: Number of passes over a client's data in a round.
         participation: Clients in a round, as a fraction in (0, 1] (float) or a number (int).
+        cohort_sampling: With ``"fixed"``, every round has this number of clients. With ``"poisson"``, each
+            client takes part with this probability, independently of the others; a round without
+            clients is skipped. ``PrivateFedAvg`` needs such cohorts.
         executor: Executor of the clients' forward and backward passes. Default: chosen by
             :func:`~fl_lightning.execution.choice.choose_executor` at the start of training.
         aggregator: Rule that combines the clients' parameters. Default: ``WeightedMean``.
@@ -112,7 +115,7 @@ class FederatedModule(Recorded, RunContext):
             only to a non-finite aggregate.
         failures: Clients that drop out of rounds or take fewer local steps. Default: no failures.
         min_clients: Smallest number of clients to aggregate. With fewer clients, the round is
-            skipped and the server keeps its state.
+            skipped and the server keeps its state, unless a method adds noise.
         centralised: Whether one model trains on the union of the cohort's batches, without
             communication.
         tf32: Whether a GPU may use TF32 for convolutions and matrix products. TF32 has a precision
@@ -154,6 +157,7 @@ class FederatedModule(Recorded, RunContext):
         local_steps: int | None = None,
         local_epochs: int | None = None,
         participation: int | float = 1.0,
+        cohort_sampling: Literal["fixed", "poisson"] = "fixed",
         executor: Executor | None = None,
         aggregator: Aggregator | None = None,
         statistics_aggregator: Aggregator | None = None,
@@ -197,6 +201,8 @@ class FederatedModule(Recorded, RunContext):
         self.local_steps = local_steps
         self.local_epochs = local_epochs
         self.participation = participation
+        check_choice("model.cohort_sampling", cohort_sampling, ("fixed", "poisson"))
+        self.cohort_sampling = cohort_sampling
         self.executor = executor or SequentialExecutor()
         self.chooses_executor = executor is None
         self.aggregator = aggregator or WeightedMean()
@@ -310,16 +316,20 @@ class FederatedModule(Recorded, RunContext):
 
     def make_plan(self, data: FederatedDataModule) -> RoundPlan:
         """Return the plan of a run on ``data``, which must be set up already."""
+        size = cohort_size(data.num_clients, self.participation)
+        whole = isinstance(self.participation, int)
+        rate = size / data.num_clients if whole else float(self.participation)
         return RoundPlan(
             data,
             self.local_steps,
             self.local_epochs,
-            cohort_size(data.num_clients, self.participation),
+            size,
             self.seed,
             self.weighting,
             self.centralised,
             self.failures,
             self.min_clients,
+            rate=rate if self.cohort_sampling == "poisson" else None,
         )
 
     def prepare_metrics(self) -> None:
@@ -341,6 +351,12 @@ class FederatedModule(Recorded, RunContext):
         if not self.record.samples:
             refuse_trained(method for method in self.federated_callbacks if method.state_dict())
         hooks.open_memories(self)
+        per_sample = any(method.per_sample for method in self.federated_callbacks)
+        if getattr(self.data, "sampling", "epochs") == "poisson" and not per_sample:
+            raise ConfigurationError(
+                "data.sampling: poisson draws batches of any size, some of them empty; add PrivateSGD to trainer.callbacks (clip: .inf and "
+                "noise: 0 train without privacy), or leave data.sampling out"
+            )
         self.client.slots = StateSlots(self.model)
         self.data.keep_on(self.device)
         self._prepare_executor(rounds)

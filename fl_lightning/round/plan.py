@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.aggregation import Aggregator
 from fl_lightning.client_data.federated import FederatedDataModule
 from fl_lightning.errors import ConfigurationError
-from fl_lightning.randomness import permutation
+from fl_lightning.randomness import generator, permutation
 from fl_lightning.round.failures import ClientFailures
 
 Weighting = Literal["examples", "uniform", "samples"]
@@ -38,6 +38,8 @@ class RoundPlan:
             skipped.
         last_round: Last round of the run if a budget is set, otherwise None.
         last_round_steps: Largest number of local steps of a client in ``last_round``.
+        rate: Probability with which each client takes part in a round, independently of the others;
+            None for cohorts of ``cohort_size`` clients.
     """
 
     data: FederatedDataModule
@@ -51,6 +53,7 @@ class RoundPlan:
     min_clients: int = 1
     last_round: int | None = None
     last_round_steps: int | None = None
+    rate: float | None = None
 
     def check(self, rules: Collection[Aggregator]) -> None:
         """Check the number of clients, and increase ``min_clients`` if an aggregator needs more.
@@ -77,7 +80,11 @@ class RoundPlan:
     def reporting(self, round_number: int) -> list[int]:
         """Return the clients that are sampled for a round and do not drop out."""
         # held-out clients have the numbers from num_clients on, so they are never drawn
-        drawn = sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
+        drawn = (
+            sample_cohort(self.data.num_clients, self.cohort_size, self.seed, round_number)
+            if self.rate is None
+            else sample_poisson(self.data.num_clients, self.rate, self.seed, round_number)
+        )
         failures = self.failures
         return [c for c in drawn if failures is None or failures.reports(c, self.seed, round_number)]
 
@@ -137,8 +144,8 @@ class RoundPlan:
         return torch.tensor([size / sum(sizes) for size in sizes], dtype=torch.float64)
 
     def usual(self) -> "RoundPlan":
-        """Return a copy of the plan without client failures and without a budget."""
-        return replace(self, failures=None, last_round=None)
+        """Return a copy of the plan without client failures and a budget, and with cohorts of a fixed size."""
+        return replace(self, failures=None, last_round=None, rate=None)
 
     def weight_share(self, client_ids: Sequence[int], round_number: int) -> float:
         """Return the given clients' share of the total weight of all clients.
@@ -174,7 +181,7 @@ class RoundPlan:
         remaining = budget_epochs * sum(data.num_examples(i) for i in everyone) + 1e-6
         costs = {i: samples[i] * self.full_steps(i) for i in everyone}
         round_number = 1
-        if len(set(costs.values())) == 1 and self.failures is None:
+        if len(set(costs.values())) == 1 and self.failures is None and self.rate is None:
             skipped = max(ceil(remaining / (costs[0] * self.cohort_size)) - 1, 0)
             remaining -= skipped * costs[0] * self.cohort_size
             round_number += skipped
@@ -281,3 +288,12 @@ def sample_cohort(num_clients: int, size: int, seed: int, round_number: int) -> 
     if size == num_clients:
         return list(range(num_clients))
     return sorted(permutation(num_clients, seed, "participation", round_number)[:size].tolist())
+
+
+def sample_poisson(num_clients: int, rate: float, seed: int, round_number: int) -> list[int]:
+    """Return the sorted client ids of a cohort in which each client is with probability ``rate``.
+
+    The draws are independent, and a function of seed and round. The cohort may be empty.
+    """
+    draws = generator(seed, "participation", round_number)
+    return (torch.rand(num_clients, generator=draws, dtype=torch.float64) < rate).nonzero().flatten().tolist()

@@ -2,7 +2,6 @@
 
 from fl_lightning.cohort.round_cohort import RoundCohort
 from fl_lightning.errors import doing
-from fl_lightning.execution.vectorized import joint_executor
 from fl_lightning.randomness import derive_seed, isolated, seed_global
 from fl_lightning.round.communication import Communication, round_communication
 from fl_lightning.round.context import RunContext
@@ -85,9 +84,7 @@ def compute_gradients(run: RunContext, cohort: RoundCohort, step: int) -> None:
     with run.clock.part("data"), doing(place):
         batches = run.client_batches(cohort, rows, step)
     with run.clock.part("forward_backward"), doing(place):
-        joint = run.joint_method if step == 0 else None
-        executor = run.executor if joint is None else joint_executor(joint, run.ranks)
-        losses = executor.backward(run.client, cohort, batches, rows)
+        losses = run.step_executor(step).backward(run.client, cohort, batches, rows)
         cohort.add_losses(rows, losses, batches.sizes())
 
 

@@ -106,8 +106,8 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
     by_user = plan.min_clients == run.min_clients
     asks = "model.min_clients is" if by_user else f"{robust_rules(run)} needs"
     return RoundSkipped(
-        f"round {run.round}: {reported} of {plan.cohort_size} clients can be aggregated, and {asks} {plan.min_clients}: the server "
-        "keeps its state",
+        f"round {run.round}: {reported} of {plan.cohort_size} clients can be aggregated, and {asks} {plan.min_clients}: no update is "
+        "aggregated",
         dropped,
     )
 

@@ -45,12 +45,14 @@ class MaterialisedClient(ClientDataModule):
     """Client whose batches are a function of the local step.
 
     The integer ``identity`` determines the most frequent class, and the mean and scale of the
-    inputs. ``form`` are further arguments of :func:`skewed_images`.
+    inputs. ``form`` are further arguments of :func:`skewed_images`. The declared sampling rate lets
+    methods that need Poisson samples run.
     """
 
     def __init__(self, identity: int, size: int, batch_size: int, **form: Any) -> None:
         super().__init__()
         self.num_examples, self.steps_per_epoch, self.batch_size = size, size // batch_size, batch_size
+        self.sampling_rate = batch_size / size
         self.inputs, self.targets = skewed_images(identity, size, **form)
         self.disturbed_steps = range(0)
 

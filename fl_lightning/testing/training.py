@@ -240,6 +240,8 @@ class ClientStates(FederatedCallback):
         end: States after the local steps, ``end[round][client][name]``.
     """
 
+    role = "observer"
+
     def __init__(self) -> None:
         self.start: dict[int, dict[int, dict[str, Tensor]]] = {}
         self.end: dict[int, dict[int, dict[str, Tensor]]] = {}

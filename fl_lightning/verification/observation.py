@@ -28,7 +28,7 @@ class Round:
     Attributes:
         number: Number of the round, from 1.
         clients: Client ids of the cohort.
-        shares: Expected aggregation weights n_i / n, ``[C]``.
+        shares: Expected aggregation weights, ``[C]``: n_i / n, or equal weights.
         treatments: Treatment of each tensor of the model.
         undecided: Treatments whose first round is known only during training, keyed by kind of
             state.
@@ -139,9 +139,10 @@ class ObservedRun(FederatedModule):
         cohort = super().start_round()
         kinds = {**cohort.parameter_kinds, **cohort.buffer_kinds}
         self.kinds = {name: kind for name, kind in kinds.items() if kind != "scratch"}
-        sizes = torch.tensor([float(self.data.num_examples(client)) for client in cohort.client_ids]).double()
+        equal = self.weighting == "uniform"
+        sizes = [1.0 if equal else float(self.data.num_examples(client)) for client in cohort.client_ids]
         undecided = dict(self.method.undecided()) if self.method is not None else {}
-        shares, clients = sizes / sizes.sum(), list(cohort.client_ids)
+        shares, clients = torch.tensor(sizes).double() / sum(sizes), list(cohort.client_ids)
         self.rounds.append(Round(cohort.round, clients, shares, cohort.treatments, undecided, before))
         return cohort
 

@@ -13,6 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from fl_lightning.cohort.cohort import Cohort
 from fl_lightning.errors import ConfigurationError
@@ -119,6 +120,10 @@ class Trials:
         """Whether the method is an attack."""
         return self.make().role == "attack"
 
+    def reference_model(self) -> nn.Module:
+        """Return the model of the usual run: with Batch Normalization, if the method allows it."""
+        return reference_model("gn" if self.make().per_sample else "bn")
+
     def attempt(self, **setup: Any) -> ObservedRun:
         """Return the run of a set-up, even if an exception stopped the run.
 
@@ -164,7 +169,7 @@ class Trials:
         script: Sequence[Sequence[int]] = SCRIPT,
         identities: Sequence[int] = CLIENTS,
         batch_sizes: Sequence[int] | None = None,
-        norm: str = "bn",
+        norm: str | None = None,
         observed: bool = False,
         disturbance: Disturbance | None = None,
         ranks: int = 1,
@@ -181,7 +186,8 @@ class Trials:
             identities: Number of each client's data set. Clients with equal numbers have equal
                 data.
             batch_sizes: Batch size of each client; None for equal sizes.
-            norm: Kind of the model's normalization layers: Batch or Group Normalization.
+            norm: Kind of the model's normalization layers: Batch or Group Normalization. Default: that of
+                :meth:`reference_model`.
             observed: Whether a :class:`ReadsAndDraws` runs before and after the method.
             disturbance: Change of one client's data or state, or of the method's memory, if any.
             ranks: Number of ranks.
@@ -190,8 +196,13 @@ class Trials:
             module: Settings of ``FederatedModule``.
         """
         method = None if bare else self.make()
-        default = {"model": reference_model(norm), "executor": SequentialExecutor(), **_MODULE}
-        run = ObservedRun(**{**default, **module, **deepcopy(self.settings)})
+        default = {
+            "model": self.reference_model() if norm is None else reference_model(norm),
+            "executor": SequentialExecutor(),
+            **_MODULE,
+        }
+        needs = {} if method is None else method.needs
+        run = ObservedRun(**{**default, **module, **needs, **deepcopy(self.settings)})
         if method is not None:
             # the seed of the new layers' weights is the same in all runs
             extend_model(run.model, [method], seed=0)

@@ -5,7 +5,7 @@ declares no policy, and changes gradients or something else of a round. In CI ea
 that it may be combined with; the other pairs are nightly.
 """
 
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -18,11 +18,16 @@ from fl_lightning import (
     VectorizedExecutor,
     callbacks,
 )
-from tests.support.contract import MOMENTUM, SHIPPED, contents
+from tests.support.contract import MOMENTUM, SHIPPED, contents, declare_rates, model_for
 from tests.support.helpers import SGD, SaveRounds, blobs, distance, federated_run, fit, small_cnn
 
 SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""
+BEFORE_NOISE_AT_THE_SERVER = (
+    "AdaBN", "AggregationDiagnostics", "BatchNormDiagnostics", "BatchRenormalization", "Byzantine", "ClassifierBias", "ClientEvaluation",
+    "ClientGradientClipping", "CommunicationLedger", "FedBABU", "FedProx", "FixBN", "ParticipationGap", "StatisticsSources",
+)  # fmt: skip
+"""What reads no update at the server but to measure it."""
 COMPANIONS = {
     "AdaBN",
     "AggregationDiagnostics",
@@ -51,6 +56,13 @@ REFUSED = {
     *(frozenset(pair) for pair in combinations(("FedBABU", "FedPer", "FedRep"), 2)),
     *(frozenset({"FedRep", other}) for other in ("FedNova", "FedTAN", "MaintainedMomentum")),
     *(frozenset({"FedBABU", other}) for other in ("FedBN", "MTFL", "SiloBN")),
+    # without Batch Normalization, and without values beside the update
+    *(
+        frozenset({"PrivateSGD", other})
+        for other in ("AdaBN", "BatchNormDiagnostics", "MaintainedMomentum", "SCAFFOLD")
+    ),
+    *(frozenset({"PrivateSGD", other}) for other in SETTINGS if other not in COMPANIONS),
+    *(frozenset({"PrivateFedAvg", other}) for other in SETTINGS if other not in BEFORE_NOISE_AT_THE_SERVER),
 }
 BESIDE_AFFINE = (
     "FBN", "FedDNA", "FedExFixBN", "FedTAN", "MomentMatching", "SiloBN", "SlidingWindowFixBN", "StaticBN", "StatisticsSources",
@@ -65,6 +77,7 @@ ALLOWED = {
     frozenset({"HybridBN", "MTFL"}),
     *(frozenset({"BNSCAFFOLD", other}) for other in (*BESIDE_OWN_BATCHES, "StatisticsSources")),
     *(frozenset({"BatchRenormalization", other}) for other in BESIDE_OWN_BATCHES),
+    *(frozenset({"PrivateFedAvg", other}) for other in BEFORE_NOISE_AT_THE_SERVER),
 } - REFUSED
 """What changes a client's step goes with every method, but for momentum that one keeps, restarts or counts on, two remedies of
 client drift at once, and two treatments of the head; statistics of any averaged kind; gamma and beta beside any statistics."""
@@ -121,7 +134,14 @@ def methods(pair):
     return [getattr(callbacks, name)(**SETTINGS[name]) for name in order]
 
 
-run = partial(federated_run, data=partial(blobs, 3, (24, 40, 32)), client_optimizer=MOMENTUM, participation=2)
+def run(*callbacks, **settings):
+    data, chosen = (
+        blobs(3, (24, 40, 32)),
+        next((x for x in callbacks[:2] if getattr(x, "per_sample", False)), callbacks[0]),
+    )
+    usual = {"model": model_for(chosen, data), "client_optimizer": MOMENTUM, "participation": 2}
+    needs = {name: value for method in callbacks[:2] for name, value in getattr(method, "needs", {}).items()}
+    return federated_run(*callbacks, data=data, **usual, **needs, **settings)
 
 
 @pytest.mark.slow
@@ -143,10 +163,12 @@ def test_an_allowed_pair_trains_resumes_exactly_and_runs_alike_under_both_execut
 def test_any_other_pair_is_refused_with_a_reason_before_the_first_round(pair):
     module = FederatedModule(small_cnn(), SGD, local_steps=2)
     start = {name: value.clone() for name, value in module.state_dict().items()}
+    declare_rates(data := blobs())
     for order in (1, -1):
         with pytest.raises(ConfigurationError) as refusal:
-            fit(module, blobs(), 4, methods(pair)[::order])
-        assert any(word in str(refusal.value) for word in ("cannot be combined", "restart_momentum"))
+            fit(module, data, 4, methods(pair)[::order])
+        reasons = ("cannot be combined", "restart_momentum", "normalises with its batch in round 1")
+        assert any(reason in str(refusal.value) for reason in reasons)
         assert "\n" not in str(refusal.value)
     assert distance({n: v.double() for n, v in module.state_dict().items()}, start) == 0
 

@@ -7,7 +7,7 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 from fl_lightning import ConfigurationError, FederatedModule, VectorizedExecutor
-from tests.support.contract import EVERY_METHOD, method_of
+from tests.support.contract import EVERY_METHOD_OF_BATCHES, method_of
 from tests.support.helpers import SGD, Rows, States, blobs, fit, small_cnn
 from tests.support.outcomes import assert_same
 
@@ -49,7 +49,7 @@ def trained(row, module, executor):
     return seen.states, rows.rows
 
 
-@EVERY_METHOD
+@EVERY_METHOD_OF_BATCHES  # the others refuse a LightningModule
 def test_a_method_treats_a_lightning_module_as_the_same_network(row):
     executor = VectorizedExecutor() if crc32(row.name.encode()) % 2 else None
     settings = {"local_steps": 2, "client_optimizer": SGD, **row.module}

@@ -136,6 +136,38 @@ def test_augmentation_is_a_shifted_window_of_the_black_bordered_image_and_a_flip
     assert seen == {(top, left, flip) for top in range(5) for left in range(5) for flip in range(2)}
 
 
+def test_poisson_samples_are_drawn_with_the_rate_independently_of_each_other_and_of_the_other_steps():
+    datamodule = build(sampling="poisson", batch_size=16, **AUGMENTATION["augmented"])
+    client = datamodule.clients[1]
+    n, steps = client.num_examples, 3000
+    assert datamodule.sampling_rate(1) == 16 / n
+    assert client.steps_per_epoch == n // 16
+    drawn = torch.zeros(steps, n)
+    for step in range(steps):
+        indices = client.step_draws(step)[:, 0].contiguous()
+        assert len(indices) == len(indices.unique())
+        drawn[step, torch.searchsorted(client.indices, indices)] = 1
+    rate, error = 16 / n, 5 * (16 / n * (1 - 16 / n) / steps) ** 0.5
+    assert ((drawn.mean(0) - rate).abs() < error).all()  # each sample
+    sizes = drawn.sum(1)
+    assert abs(float(sizes.var()) / (16 * (1 - rate)) - 1) < 0.15  # no sample depends on another: binomial
+    assert abs(float(torch.corrcoef(torch.stack([sizes[1:], sizes[:-1]]))[0, 1])) < 0.1
+    assert client.step_draws(5)[:, 1:].float().std(0).min() > 0
+    again = build(sampling="poisson", batch_size=16, **AUGMENTATION["augmented"]).clients[1]
+    assert torch.equal(again.step_draws(2999), client.step_draws(2999))
+    other = build(sampling="poisson", batch_size=16, seed=1, **AUGMENTATION["augmented"]).clients[1]
+    assert not torch.equal(other.step_draws(2999)[:5, 0], client.step_draws(2999)[:5, 0])
+
+
+def test_poisson_samples_of_a_client_with_fewer_samples_than_a_batch_are_all_its_samples():
+    datamodule = build(sampling="poisson", batch_size=1000)
+    assert datamodule.sampling_rate(0) == 1
+    assert torch.equal(datamodule.clients[0].step_draws(3)[:, 0], datamodule.clients[0].indices)
+    assert build().sampling_rate(0) is None
+    with pytest.raises(ConfigurationError, match="sampling: 'gaussian' must be one of epochs, poisson"):
+        build(sampling="gaussian")
+
+
 def test_normalised_training_images_have_mean_zero_and_variance_one():
     datamodule = build(num_clients=1, batch_size=200)
     x, _ = datamodule.clients[0].train_batch(0)

@@ -296,7 +296,8 @@ def test_the_packages_of_the_readmes_command_suffice_to_collect_the_tests():
         for path, name in imports
         if name in packages and not installs & {canonicalize_name(package) for package in packages[name]}
     }
-    assert {name for _, name in other} == {"fl_lightning", "packaging"}  # pytest needs packaging
+    # pytest needs packaging; Opacus installs its own packages examples and benchmarks
+    assert {name for _, name in other if not (ROOT / name).is_dir()} == {"packaging"}
 
 
 @pytest.mark.parametrize("version", ["2.6.1", "2.6.2", "2.6.3", "2.6.5"])

@@ -45,7 +45,7 @@ IMPORTED = {
     "torch.utils._pytree.tree_flatten": "client_data/batches execution/graphs",
     "torch.utils._pytree.tree_flatten_with_path": "cohort/client_memory ranks verification/differences verification/memory",
     "torch.utils._pytree.tree_leaves": "client_data/batches client_data/federated client_data/loaders clients/changes clients/lightning_module clients/task execution/graphs execution/vectorized methods/own_data round/first_steps",
-    "torch.utils._pytree.tree_map": "client_data/batches cohort/client_memory execution/vectorized verification/memory",
+    "torch.utils._pytree.tree_map": "client_data/batches cohort/client_memory execution/per_sample execution/vectorized verification/memory",
     "torch.utils._pytree.tree_map_only": "clients/lightning_module clients/metrics round/against_copies",
     "torch.utils._pytree.tree_map_with_path": "verification/memory",
     "torch.utils._pytree.tree_unflatten": "client_data/batches execution/graphs",
@@ -70,7 +70,7 @@ OF_OBJECTS = {
     },
     "torch.Tensor": {
         "_post_accumulate_grad_hooks": "round/first_steps",
-        "_version": "cohort/skipped_steps execution/vectorized",
+        "_version": "cohort/skipped_steps execution/per_sample execution/vectorized",
     },
     "torch.UntypedStorage": {
         "_cdata": "batch_norm/stacked cohort/round_cohort",

@@ -33,7 +33,7 @@ from fl_lightning.optimizers.client_lr import InverseSteps
 from fl_lightning.optimizers.server import FedAdam, FedYogi
 from fl_lightning.round import Classification, Segmentation, ServerEvaluation
 from fl_lightning.round import module as round_module
-from tests.support.contract import EVERY_METHOD, ROW_OF_METHOD, TABLE, method_of
+from tests.support.contract import EVERY_METHOD, ROW_OF_METHOD, SHIPPED, TABLE, method_of
 from tests.support.fake_gpu import CUDA, fake_gpu, fit
 from tests.support.helpers import SGD, SaveRounds, blobs, small_cnn
 from tests.support.helpers import fit as fit_on_cpu
@@ -54,10 +54,10 @@ def no_check_of_the_first_steps(monkeypatch):
         monkeypatch.setattr(round_module, check, lambda module: None)
 
 
-def model(dropout=True):
+def model(dropout=True, norm=nn.BatchNorm2d):
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Conv2d(1, 4, 3), norm(4), nn.ReLU(), nn.Conv2d(4, 6, 3), norm(6), nn.ReLU(),
         nn.Dropout(0.5) if dropout else nn.Identity(), nn.Flatten(), nn.Linear(96, 10),
     )  # fmt: skip
 
@@ -75,8 +75,17 @@ class LocalSteps(FederatedCallback):
         self.before = len(gpu.waits)
 
 
-def digits(num_clients=4):
-    data = Digits(num_clients, batch_size=10, crop_padding=1, horizontal_flip=True, max_examples=120)
+def suits(row):
+    """The model and the kind of batches of a method."""
+    if not getattr(SHIPPED.get(row.callback), "per_sample", False):
+        return model, "epochs"
+    return partial(model, norm=partial(nn.GroupNorm, 2)), "poisson"
+
+
+def digits(num_clients=4, sampling="epochs"):
+    data = Digits(
+        num_clients, batch_size=10, sampling=sampling, crop_padding=1, horizontal_flip=True, max_examples=120
+    )
     data.prepare_data()
     return data
 
@@ -86,13 +95,27 @@ def evaluations(row):
     return {"limit_val_batches": 0} if row.callback in ("AdaBN", "ClassifierBias", "FedBABU") else {}
 
 
-def train(callbacks=(), rounds=3, num_clients=4, dropout=True, trainer=MappingProxyType({}), **settings):
+def train(
+    callbacks=(),
+    rounds=3,
+    num_clients=4,
+    dropout=True,
+    trainer=MappingProxyType({}),
+    make=model,
+    sampling="epochs",
+    **settings,
+):
     """Where the CPU has waited within local steps; the last round is evaluated."""
     work = {} if "local_epochs" in settings else {"local_steps": 2}
     settings = {"client_optimizer": SGD, **work, **settings}
-    steps, module = LocalSteps(), FederatedModule(model(dropout), **settings)
+    steps, module = LocalSteps(), FederatedModule(make(dropout), **settings)
     waits = fit(
-        module, digits(num_clients), rounds, [*callbacks, steps], check_val_every_n_epoch=rounds, **trainer
+        module,
+        digits(num_clients, sampling),
+        rounds,
+        [*callbacks, steps],
+        check_val_every_n_epoch=rounds,
+        **trainer,
     )
     assert waits  # losses are read once a round
     return steps.waits
@@ -111,7 +134,14 @@ def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, ex
     # one after the other each operation is repeated for each client: few of them, and dropout with the settings below
     clients = 4 if executor is VectorizedExecutor or "participation" in row.module else 2
     dropout = executor is VectorizedExecutor
-    settings = {"executor": executor(), "trainer": evaluations(row), **row.module}
+    make, sampling = suits(row)
+    settings = {
+        "make": make,
+        "sampling": sampling,
+        "executor": executor(),
+        "trainer": evaluations(row),
+        **row.module,
+    }
     assert train([method_of(row)], 3, clients, dropout, **settings) == []
 
 
@@ -119,10 +149,20 @@ def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, ex
 def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
     steps = {} if "local_epochs" in row.module else {"local_steps": 2}
     settings = {"client_optimizer": SGD, **steps, **row.module}
-    begun = FederatedModule(model(), **settings, executor=SequentialExecutor())
-    fit_on_cpu(begun, digits(), 2, [method_of(row), SaveRounds(tmp_path)], precision="32-true")
-    go_on = FederatedModule(model(), **settings, executor=VectorizedExecutor())
-    fit(go_on, digits(), 3, [method_of(row)], ckpt_path=tmp_path / "2.ckpt", **evaluations(row))
+    make, sampling = suits(row)
+    begun = FederatedModule(make(), **settings, executor=SequentialExecutor())
+    fit_on_cpu(
+        begun, digits(sampling=sampling), 2, [method_of(row), SaveRounds(tmp_path)], precision="32-true"
+    )
+    go_on = FederatedModule(make(), **settings, executor=VectorizedExecutor())
+    fit(
+        go_on,
+        digits(sampling=sampling),
+        3,
+        [method_of(row)],
+        ckpt_path=tmp_path / "2.ckpt",
+        **evaluations(row),
+    )
     assert go_on.record.metrics["round"] == 3
 
 

@@ -210,7 +210,7 @@ def test_a_round_with_too_few_reports_counts_and_leaves_the_server_as_it_is(serv
     methods = [FixBN(3), calls, server_states, optimizers]
     module, rows, *_ = run(*methods, rounds=4, failures=AWAY, min_clients=2, server_optimizer=server)
     assert (
-        "round 3: 1 of 3 clients can be aggregated, and model.min_clients is 2: the server keeps its state"
+        "round 3: 1 of 3 clients can be aggregated, and model.min_clients is 2: no update is aggregated"
         in capsys.readouterr().out
     )
     assert calls.called == [(r, hook) for r in (1, 2, 4) for hook in ("start", "end")]

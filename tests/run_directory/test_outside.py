@@ -13,8 +13,8 @@ from fl_lightning import FederatedModule, Run
 from fl_lightning.experiments.run_directory.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.experiments.run_directory.config_digest import OUTSIDE_THE_HASH
 from tests.support.command_line import rows, run
-from tests.support.contract import SHIPPED, TABLE
-from tests.support.helpers import SGD, blobs, small_cnn
+from tests.support.contract import SHIPPED, TABLE, model_for
+from tests.support.helpers import SGD, blobs
 
 ROUNDS = 3
 CSV = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}"
@@ -105,10 +105,12 @@ def test_how_often_the_server_evaluates_changes_nothing_but_the_bytes_of_who_sen
     row, found = METHODS[name], []
     for every in (1, 2):
         steps = {} if "local_epochs" in row.module else {"local_steps": 2}
-        module = FederatedModule(small_cnn().double(), **{"client_optimizer": SGD, **steps, **row.module})
+        method, data = SHIPPED[name](**row.settings), blobs()
+        model = model_for(method, data).double()
+        module = FederatedModule(model, **{"client_optimizer": SGD, **steps, **row.module})
         trainer = {"accelerator": "cpu", "precision": "64-true", "enable_progress_bar": False}
         often = {"max_epochs": 4, "check_val_every_n_epoch": every}
-        one = Run(module, blobs(), callbacks=[SHIPPED[name](**row.settings)], **trainer, **often)
+        one = Run(module, data, callbacks=[method], **trainer, **often)
         one.fit()
         logged = {x["round"]: x for x in rows(one.attempt)}
         found.append((module.model.state_dict(), logged))

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from fl_lightning import FederatedCallback, callbacks
 from fl_lightning.recorded import value_in_words
-from tests.support.helpers import blobs, federated_run
+from tests.support.helpers import blobs, federated_run, small_cnn
 from tests.support.readme_code import methods
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -39,6 +39,7 @@ _NEEDS = {
     "FedNova": {"local_epochs": 1},  # clients that differ in their local steps
     "FedTAN": {"client_optimizer": MOMENTUM},
     "MaintainedMomentum": {"client_optimizer": MOMENTUM},
+    "PrivateFedAvg": dict(SHIPPED["PrivateFedAvg"].needs),
     "SiloBN": {"participation": 2},
 }
 TABLE = [
@@ -67,6 +68,13 @@ EVERY_ROW = pytest.mark.parametrize("row", _rows(_FIRST, pytest.mark.slow))
 """Each method in all its settings, of which those after the first are slow."""
 EVERY_METHOD = pytest.mark.parametrize("row", _rows(_LAST, pytest.mark.nightly))
 """Each method in its last settings, which show most of it in a few rounds; its other settings are nightly."""
+OF_BATCHES = [
+    place for place, row in enumerate(TABLE) if not getattr(SHIPPED.get(row.callback), "per_sample", False)
+]
+EVERY_METHOD_OF_BATCHES = pytest.mark.parametrize(
+    "row", [param for place, param in enumerate(_rows(_LAST, pytest.mark.nightly)) if place in OF_BATCHES]
+)
+"""The same without methods that need the gradient of each sample."""
 ROW_OF_METHOD = [TABLE[place] for place in _LAST]
 
 
@@ -79,8 +87,23 @@ def method_of(row):
 
 def run(row, rounds=4, extra=(), **settings):
     """A module after training with the method of a row."""
+    method = method_of(row)
     settings = {"data": blobs(4, (24, 40, 32)), **row.module, **settings}
-    return federated_run(method_of(row), *extra, rounds=rounds, **settings).module
+    settings = {"model": model_for(method, settings["data"]), **settings}
+    return federated_run(method, *extra, rounds=rounds, **settings).module
+
+
+def model_for(method, data):
+    """The small network with the norm layers that suit a method, on data that it takes."""
+    if method.per_sample:
+        declare_rates(data)
+    return small_cnn("gn" if method.per_sample else "bn")
+
+
+def declare_rates(data):
+    """Let methods that need Poisson samples take the batches of a test."""
+    for client in data.clients:
+        client.sampling_rate = client.batch_size / len(client.dataset)
 
 
 def contents(path):

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.batch_norm.kinds import STATISTICS
-from fl_lightning.testing.federation import reference_model
 from fl_lightning.verification.differences import (
     TOLERANCE,
     Leaves,
@@ -128,7 +127,7 @@ def model_comes_back(trials: Trials) -> Violations:
 
     Layers that ``extend_model`` adds must stay.
     """
-    model = deepcopy(trials.settings.get("model", reference_model()))
+    model = deepcopy(trials.settings.get("model", trials.reference_model()))
     trials.make().extend_model(model)
     after, before = _form(trials.run().model), _form(model.double())
     for place in {**before, **after}:

@@ -1,0 +1,175 @@
+"""The executor that clips the gradient of each sample and adds noise."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fl_lightning.batch_norm.stacked import StackedBatchNorm
+from fl_lightning.client_data.batches import BatchStack
+from fl_lightning.clients.task import ClientTask, cannot_vectorize
+from fl_lightning.cohort.round_cohort import RoundCohort
+from fl_lightning.errors import ConfigurationError
+from fl_lightning.execution.base import Executor
+from fl_lightning.models.dropout import Dropout
+
+
+class PerSampleExecutor(Executor):
+    """Executor that clips the gradient of each sample, adds noise to the sum, and divides by b.
+
+    The gradient of a client is ``(1 / b) (sum_j min(1, C / (|g_j| + 1e-6)) g_j + N(0, sigma^2 C^2 I))``,
+    where b is the expected number of samples in a batch (Abadi et al., arXiv 1607.00133, Algorithm 1;
+    the 1e-6 are Opacus's). A batch without samples gives noise alone. Buffers do not change.
+
+    ``torch.func.vmap`` computes the samples, each as a batch of one with a copy of its client's
+    parameters. Samples of several clients are computed together if the run's executor computes
+    several clients at once.
+
+    Args:
+        clip: Largest norm C of a sample's gradient over all trained parameters.
+        noise: Standard deviation sigma of the noise, in units of ``clip``.
+        expected: Expected number of samples b in a batch of each client, by client id.
+        samples: Number of samples that are computed at once. Each needs the memory of a gradient.
+    """
+
+    def __init__(self, clip: float, noise: float, expected: dict[int, float], samples: int) -> None:
+        self.clip, self.noise, self.expected, self.samples = clip, noise, expected, samples
+        self.clients: Executor | None = None  # the run's executor
+
+    def backward(
+        self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+    ) -> Tensor:
+        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        assert self.clients is not None
+        together = self.clients.clients_together(len(rows)) or 1
+        batches = batch.batches()
+        for block in cohort.trained_blocks:
+            cohort.grads.blocks[block][cohort.index([*rows])] = 0
+        losses = [
+            self._clipped(task, cohort, rows[first : first + together], batches[first : first + together])
+            for first in range(0, len(rows), together)
+        ]
+        generators = cohort.generators("private noise")
+        for row in rows:
+            for block in cohort.trained_blocks:
+                gradient = cohort.grads.blocks[block][row]
+                if self.noise:
+                    drawn = torch.randn(gradient.shape, generator=generators[row], dtype=gradient.dtype)
+                    gradient += (self.noise * self.clip) * _sent(drawn, gradient.device)
+                gradient /= self.expected[cohort.client_ids[row]]
+        return torch.cat(losses)
+
+    def _clipped(
+        self, task: ClientTask, cohort: RoundCohort, rows: Sequence[int], batches: Sequence[Any]
+    ) -> Tensor:
+        """Write the sums of the clipped gradients of some clients, and return the clients' mean losses."""
+        sizes = BatchStack(batches=batches).sizes()
+        # a batch of one for each sample
+        samples = tree_map(lambda *parts: torch.cat(parts).unsqueeze(1), batches[0], *batches[1:])
+        owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes))
+        places = torch.cat([torch.arange(size) for size in sizes])
+        losses = torch.zeros(len(rows), device=task.device)
+        for first in range(0, len(owners), self.samples):
+            part = slice(first, first + self.samples)
+            chunk = tree_map(lambda leaf: leaf[part], samples)  # noqa: B023  # used at once
+            found, gradients = self._gradients(task, cohort, rows, chunk, owners[part], places[part])
+            squares = sum(x.flatten(1).square().sum(1) for x in gradients.values())
+            factors = (self.clip / (squares.sqrt() + 1e-6)).clamp(max=1.0)  # type: ignore[union-attr]  # the sum is a tensor
+            done = 0
+            # client by client, as a gradient that is not finite must not reach another client
+            for owner, count in enumerate(owners[part].bincount(minlength=len(rows)).tolist()):
+                own = slice(done, done + count)
+                losses[owner] += found[own].sum() / max(sizes[owner], 1)
+                for name, rows_of in cohort.grads.row(rows[owner]).items():
+                    if name in gradients:
+                        rows_of += torch.einsum("n,n...->...", factors[own], gradients[name][own])
+                done += count
+        return losses
+
+    def _gradients(
+        self,
+        task: ClientTask,
+        cohort: RoundCohort,
+        rows: Sequence[int],
+        batch: Any,
+        owners: Tensor,
+        places: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the losses and gradients ``[n, ...]`` of single samples."""
+        index, row_of = cohort.index([*rows]), _sent(owners, task.device)
+
+        def of_samples(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            if len(rows) == 1:
+                return {name: x.expand(len(owners), *x.shape[1:]) for name, x in tensors.items()}
+            return {name: x[row_of] for name, x in tensors.items()}
+
+        params = {n: x.requires_grad_() for n, x in of_samples(cohort.params.copies(index)).items()}
+        # clone: samples must not share the memory of a buffer
+        buffers = {n: x.clone() for n, x in of_samples(cohort.buffers.copies(index)).items()}
+        keys = {f"{n}.key" for n, layer in task.model.named_modules() if isinstance(layer, Dropout)}
+        for name in keys & buffers.keys():  # each sample of a batch has its own mask
+            buffers[name] = (buffers[name] + _sent(places, task.device)) & (2**63 - 1)
+
+        versions = {name: value._version for name, value in buffers.items()}
+
+        def passed(
+            params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            with task.slots.filled({**params, **buffers}):
+                loss, objective = task.losses(batch)
+                return loss, objective, task.slots.read(buffers)
+
+        try:
+            with task.together(cohort, batch), StackedBatchNorm():
+                losses, objectives, after = torch.func.vmap(passed)(params, dict(buffers), batch)
+            leaves = [params[name] for name in cohort.trained_names]
+            gradients = torch.autograd.grad(objectives.sum(), leaves, materialize_grads=True)
+        except RuntimeError as error:
+            if (refusal := cannot_vectorize(task.model, error)) is not None:
+                raise ConfigurationError(
+                    f"PrivateSGD: the gradient of a single sample needs torch.func.vmap, and {refusal}"
+                ) from error
+            raise
+        for name, given in buffers.items():
+            if given._version != versions[name] or _place(after[name]) != _place(given):
+                raise ConfigurationError(
+                    f"PrivateSGD: a forward pass of {type(task.model).__name__} changes the buffer {name!r}, and no noise would protect "
+                    "the samples in it; leave the layer out, or freeze its statistics"
+                )
+        return losses.detach(), dict(zip(cohort.trained_names, gradients, strict=True))
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device, for which the CPU does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+class FilledBatches(Executor):
+    """Executor in which clients with an empty batch have the gradient 0 and the loss 0.
+
+    Args:
+        executor: Executor of all other clients.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def backward(
+        self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
+    ) -> Tensor:
+        """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
+        filled = [place for place, size in enumerate(batch.sizes()) if size]
+        losses = torch.zeros(len(rows), device=task.device)
+        for block in cohort.trained_blocks:
+            cohort.grads.blocks[block][cohort.index([*rows])] = 0
+        if filled:
+            part = BatchStack(batches=[batch.batches()[place] for place in filled])
+            found = self.executor.backward(task, cohort, part, [rows[place] for place in filled])
+            losses[filled] = found.to(losses.dtype)
+        return losses
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,212 @@
+"""Base class of methods with differential privacy, whose budget an accountant of Opacus computes.
+
+``fl_lightning`` simulates a federation: torch's random numbers are not cryptographic, and samples,
+losses and metrics of a run are not protected. The guarantee is for what clients send.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from fl_lightning.errors import ConfigurationError, check_choice, check_number
+from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.run_report import Report, Table
+from fl_lightning.round.declarations import Declarations
+
+if TYPE_CHECKING:
+    from fl_lightning.round.module import FederatedModule
+
+History = tuple[tuple[float, float, int], ...]
+"""Steps of a mechanism: (noise in units of the clipping norm, sampling rate, number of steps)."""
+
+
+def _opacus(user: str) -> None:
+    try:
+        import opacus.accountants  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{user}: its accountant is that of Opacus, which is not installed; run pip install 'fl_lightning[privacy]'"
+        ) from error
+
+
+@cache
+def epsilon_of(history: History, delta: float, accountant: Literal["rdp", "prv"] = "rdp") -> float:
+    """Return epsilon of the subsampled Gaussian mechanism, computed by an accountant of Opacus.
+
+    Args:
+        history: All steps that have used the data.
+        delta: Probability delta of (epsilon, delta)-differential privacy.
+        accountant: Rényi differential privacy (``"rdp"``; Mironov, arXiv 1702.07476), or privacy
+            random variables (``"prv"``; Gopi et al., arXiv 2106.02848), which is tighter and slower.
+
+    Returns:
+        Epsilon; 0 without steps, infinity without noise.
+
+    Example:
+        >>> round(epsilon_of(((1.0, 0.01, 1000),), 1e-5), 6)
+        2.101365
+    """
+    from opacus.accountants import create_accountant
+
+    taken = [step for step in history if step[2]]
+    if not taken or any(noise == 0 for noise, _, _ in taken):
+        return math.inf if taken else 0.0
+    counter = create_accountant(accountant)
+    counter.history = taken
+    with warnings.catch_warnings():
+        # if the largest or smallest order of RDP is the best one, the bound is valid, but could be lower
+        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha")
+        # PRV with rate 1 takes the logarithm of 0 where no mass is
+        warnings.filterwarnings("ignore", "divide by zero", RuntimeWarning)
+        return float(counter.get_epsilon(delta=delta))
+
+
+def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant: str) -> float:
+    """Return the noise with which ``steps`` steps have epsilon at most ``epsilon``, by Opacus."""
+    from opacus.accountants.utils import get_noise_multiplier
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha")
+        return float(
+            get_noise_multiplier(
+                target_epsilon=epsilon,
+                target_delta=delta,
+                sample_rate=rate,
+                steps=steps,
+                accountant=accountant,
+                epsilon_tolerance=0.001 * epsilon,
+            )
+        )
+
+
+class PrivateMethod(Report, FederatedCallback):
+    """Base class of methods with differential privacy.
+
+    A subclass defines :meth:`histories`.
+
+    Args:
+        clip: Largest norm C, above 0, of what one unit of privacy contributes. Infinity: no
+            clipping, which needs ``noise: 0``.
+        noise: Standard deviation of the noise, in units of ``clip``. With 0, there is no privacy.
+        epsilon: Epsilon at the end of the planned rounds, from which the noise is computed. Give
+            either ``noise`` or ``epsilon``.
+        delta: Delta of (epsilon, delta)-differential privacy, in (0, 1). It should be below 1 / the
+            number of units.
+        accountant: Accountant of Opacus: ``"rdp"``, or ``"prv"``, which is tighter and slower.
+
+    Attributes:
+        unit: What is protected, for the result.
+        metric: Name of the metric with the largest epsilon.
+        planned_noise: The noise in use. It is known when training starts.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or Opacus is not installed.
+    """
+
+    unit = ""
+    metric = "privacy/epsilon"
+    saved: tuple[str, ...] = ("planned_noise",)
+
+    def __init__(
+        self,
+        clip: float,
+        noise: float | None = None,
+        epsilon: float | None = None,
+        delta: float = 1e-5,
+        accountant: Literal["rdp", "prv"] = "rdp",
+    ) -> None:
+        name = type(self).__name__
+        check_number(f"{name}.clip", clip, " (.inf with noise: 0 clips nothing)", above=0)
+        check_number(f"{name}.delta", delta, "; usual is less than 1 / the number of samples", above=0)
+        check_choice(f"{name}.accountant", accountant, ("rdp", "prv"))
+        if (noise is None) == (epsilon is None):
+            raise ConfigurationError(
+                f"{name}: noise={noise} and epsilon={epsilon}; give one of the two, such as epsilon: 3"
+            )
+        if noise is not None:
+            check_number(f"{name}.noise", noise, " (0 is no privacy)", least=0)
+        if epsilon is not None:
+            check_number(f"{name}.epsilon", epsilon, "", above=0)
+        if delta >= 1:
+            raise ConfigurationError(f"{name}.delta: {delta} must be below 1; use 1e-5")
+        if math.isinf(clip) and noise != 0:
+            raise ConfigurationError(
+                f"{name}.clip: {clip} needs noise: 0, as the noise is proportional to clip; use clip: 1"
+            )
+        self.clip, self.noise, self.epsilon = clip, noise, epsilon
+        self.delta, self.accountant = delta, accountant
+        self.planned_noise = noise or 0.0
+        if noise != 0:
+            _opacus(name)
+
+    def histories(self) -> Mapping[str, History]:
+        """Return the steps so far, keyed by the name of the client or of the server."""
+        raise NotImplementedError
+
+    def epsilons(self) -> dict[str, float]:
+        """Return the epsilon so far, keyed by the name of the client or of the server."""
+        return {
+            name: epsilon_of(history, self.delta, self.accountant)
+            for name, history in self.histories().items()
+        }
+
+    def refuse(self, pl_module: "FederatedModule", reason: str = "") -> None:
+        """Check that no noise is missing: neither for another method nor for a training without clients.
+
+        Args:
+            pl_module: The run.
+            reason: A reason of the subclass against the run, if any.
+
+        Raises:
+            ConfigurationError: There is a reason.
+        """
+        if pl_module.centralised:
+            reason = "centralised training joins the clients' batches, and has no client's guarantee; leave model.centralised out"
+        for method in pl_module.federated_callbacks:
+            kind, name = type(method), type(method).__name__
+            sends = any(
+                getattr(kind, hook) is not getattr(Declarations, hook)
+                for hook in ("extra_payload", "extra_traffic")
+            )
+            if method.needs_joint_forward or (sends and method.role == "method"):
+                reason = f"it and {name} cannot be combined: {name} sends values that no noise protects, beside the update; leave one of the two out"
+        if reason:
+            raise ConfigurationError(f"{type(self).__name__}: {reason}")
+
+    def log_epsilon(self, pl_module: "FederatedModule") -> None:
+        """Log the largest epsilon, in rounds with an evaluation and in the last round."""
+        every = pl_module.trainer.check_val_every_n_epoch or 1
+        if self.planned_noise and (
+            pl_module.round % every == 0 or pl_module.round == pl_module.planned_rounds
+        ):
+            pl_module.log_numbers({self.metric: max(self.epsilons().values(), default=0.0)})
+
+    def tables(self) -> Mapping[str, Table]:
+        """Return the steps and the epsilon of each client, or of the server."""
+        rows: list[list[float | str]] = [
+            [name, noise, rate, steps, self.delta, epsilon]
+            for (name, history), epsilon in zip(
+                self.histories().items(), self.epsilons().values(), strict=True
+            )
+            for noise, rate, steps in history
+        ]
+        columns = ["client", "noise", "sampling_rate", "steps", "delta", "epsilon"]
+        return {"privacy": Table(columns, rows)} if rows else {}
+
+    def result(self) -> Mapping[str, float]:
+        """Return the largest epsilon, if it is finite."""
+        largest = max(self.epsilons().values(), default=0.0)
+        return {self.metric: largest} if 0 < largest < math.inf else {}
+
+    def result_lines(self) -> Mapping[str, str]:
+        """Return the guarantee in words."""
+        found = self.epsilons()
+        if not (largest := max(found.values(), default=0.0)):
+            return {}
+        if math.isinf(largest):
+            return {"privacy": "none, as the noise is 0"}
+        who = f"the largest of {len(found)} clients, " if len(found) > 1 else ""
+        line = f"epsilon {largest:.3g} at delta {self.delta:g} ({who}{self.accountant.upper()}); unit: {self.unit}"
+        return {"privacy": line}
