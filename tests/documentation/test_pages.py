@@ -78,6 +78,7 @@ LEFT = {
     "docs/method-server.md": "quickstart/*/result.json",
     "docs/own-method.md": "digits_fedavg_gn/*/result.json",
     "docs/own-model.md": "two_layers/*/result.json",
+    "docs/privacy.md": "digits_private/*/privacy.csv",
     "docs/reliability.md": "digits_failures/*/result.json",
     "docs/lightning-module.md": "studies/study-quick/table.tex",
     "docs/models.md": "digits_resnet8/*/result.json",
