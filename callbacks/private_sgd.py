@@ -8,10 +8,11 @@ import lightning as L
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.clients.label_weights import label_weights
-from fl_lightning.errors import check_at_least
+from fl_lightning.errors import check_at_least, check_number
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.per_sample import FilledBatches, PerSampleExecutor
 from fl_lightning.methods.privacy import History, PrivateMethod, noise_for
+from fl_lightning.methods.private_statistics import release_statistics
 
 
 class PrivateSGD(PrivateMethod):
@@ -38,6 +39,10 @@ class PrivateSGD(PrivateMethod):
             computed from it. Give either ``noise`` or ``epsilon``.
         delta: Delta, in (0, 1). It should be below 1 / the number of a client's samples.
         accountant: Accountant of Opacus: ``"rdp"``, or ``"prv"``, which is tighter and slower.
+        statistics_noise: Noise multiplier of a release of BN statistics before round 1 (see
+            :func:`~fl_lightning.methods.private_statistics.release_statistics`), which is part of
+            epsilon. None: the model's own statistics.
+        statistics_clip: Largest norm of a sample's channel means and mean squares in this release.
         second_stage_only: Whether rounds in which BN normalises with batches are allowed. They train
             without protection, and epsilon is of the other rounds alone. Such a run has no
             guarantee, and its result says so.
@@ -78,19 +83,24 @@ class PrivateSGD(PrivateMethod):
         epsilon: float | None = None,
         delta: float = 1e-5,
         accountant: Literal["rdp", "prv"] = "rdp",
+        statistics_noise: float | None = None,
+        statistics_clip: float = 10.0,
         second_stage_only: bool = False,
         samples_at_once: int = 32,
     ) -> None:
         super().__init__(clip, noise, epsilon, delta, accountant)
         check_at_least(1, **{"PrivateSGD.samples_at_once": samples_at_once})
         self.second_stage_only, self.samples_at_once = second_stage_only, samples_at_once
+        check_number("PrivateSGD.statistics_noise", statistics_noise or 0.0, " (0 is no privacy)", least=0)
+        check_number("PrivateSGD.statistics_clip", statistics_clip, "", above=0)
+        self.statistics_noise, self.statistics_clip = statistics_noise, statistics_clip
         self.steps: dict[int, int] = {}
         self._rates: dict[int, float] = {}
         self._names: dict[int, str] = {}
         self._executor: PerSampleExecutor | None = None
         if second_stage_only:
             self.metric = "privacy/epsilon_of_second_stage"
-        self.unprotected = 0
+        self.unprotected = self._released = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
         """Check that the run suits, and compute the noise."""
@@ -109,6 +119,15 @@ class PrivateSGD(PrivateMethod):
             self.planned_noise = self._noise_of_plan(pl_module, self.epsilon)
         expected = {client: rate * data.num_examples(client) for client, rate in self._rates.items()}
         self._executor = PerSampleExecutor(self.clip, self.planned_noise, expected, self.samples_at_once)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
+        """Release the BN statistics before round 1."""
+        if self.statistics_noise is not None and pl_module.round == 1:
+            self._released = release_statistics(pl_module, self.statistics_clip, self.statistics_noise)
+
+    def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
+        """Return the statistics that every client sends before round 1. The broadcast brings them back."""
+        return dict.fromkeys(self._rates, (self._released, 0)) if cohort.round == 1 and self._released else {}
 
     def _refuse(self, pl_module: FederatedModule) -> None:
         """Raise a ConfigurationError if the run's module or another method do not suit."""
@@ -132,7 +151,10 @@ class PrivateSGD(PrivateMethod):
         most: dict[float, int] = {}
         for client, count in steps.items():
             most[self._rates[client]] = max(most.get(self._rates[client], 0), count)
-        return max(noise_for(epsilon, self.delta, rate, n, self.accountant) for rate, n in most.items())
+        release = () if self.statistics_noise is None else ((self.statistics_noise, 1.0, 1),)
+        return max(
+            noise_for(epsilon, self.delta, rate, n, self.accountant, release) for rate, n in most.items()
+        )
 
     def step_executor(self, pl_module: FederatedModule, executor: Executor) -> Executor:
         """Return the executor that clips and adds noise, except in rounds without protection."""
@@ -168,9 +190,10 @@ class PrivateSGD(PrivateMethod):
         return lines
 
     def histories(self) -> Mapping[str, History]:
-        """Return the steps of each client that has trained."""
+        """Return the steps of each client that has trained or released statistics."""
+        release = () if self.statistics_noise is None else ((self.statistics_noise, 1.0, 1),)
         return {
-            self._names.get(client, f"client {client}"): ((self.planned_noise, self._rates[client], steps),)
-            for client, steps in sorted(self.steps.items())
-            if client in self._rates
+            name: (*release, (self.planned_noise, self._rates[client], self.steps.get(client, 0)))
+            for client, name in self._names.items()
+            if release or self.steps.get(client)
         }

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 History = tuple[tuple[float, float, int], ...]
 """Steps of a mechanism: (noise in units of the clipping norm, sampling rate, number of steps)."""
 
+_MOST_NOISE = 1e4
+
 
 def _opacus(user: str) -> None:
     try:
@@ -63,22 +65,34 @@ def epsilon_of(history: History, delta: float, accountant: Literal["rdp", "prv"]
         return float(counter.get_epsilon(delta=delta))
 
 
-def noise_for(epsilon: float, delta: float, rate: float, steps: int, accountant: str) -> float:
-    """Return the noise with which ``steps`` steps have epsilon at most ``epsilon``, by Opacus."""
-    from opacus.accountants.utils import get_noise_multiplier
+def noise_for(
+    epsilon: float,
+    delta: float,
+    rate: float,
+    steps: int,
+    accountant: Literal["rdp", "prv"],
+    before: History = (),
+) -> float:
+    """Return the smallest noise, up to 0.1 %, with which ``steps`` steps after ``before`` have at most ``epsilon``.
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha")
-        return float(
-            get_noise_multiplier(
-                target_epsilon=epsilon,
-                target_delta=delta,
-                sample_rate=rate,
-                steps=steps,
-                accountant=accountant,
-                epsilon_tolerance=0.001 * epsilon,
+    Raises:
+        ConfigurationError: No noise is enough.
+    """
+
+    def found(noise: float) -> float:
+        return epsilon_of((*before, (noise, rate, steps)), delta, accountant)
+
+    low, high = 0.0, 1.0
+    while found(high) > epsilon:
+        low, high = high, 2 * high
+        if high > _MOST_NOISE:
+            raise ConfigurationError(
+                f"epsilon: {epsilon} is exceeded with any noise in {steps} steps at delta {delta}; raise epsilon or statistics_noise"
             )
-        )
+    while high - low > 0.001 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if found(middle) > epsilon else (low, middle)
+    return high
 
 
 class PrivateMethod(Report, FederatedCallback):
@@ -170,7 +184,7 @@ class PrivateMethod(Report, FederatedCallback):
                 getattr(kind, hook) is not getattr(Declarations, hook)
                 for hook in ("extra_payload", "extra_traffic")
             )
-            if method.needs_joint_forward or (sends and method.role == "method"):
+            if method is not self and (method.needs_joint_forward or (sends and method.role == "method")):
                 reason = f"it and {name} cannot be combined: {name} sends values that no noise protects, beside the update; leave one of the two out"
         if reason:
             raise ConfigurationError(f"{type(self).__name__}: {reason}")
