@@ -11,7 +11,7 @@ from fl_lightning.clients.label_weights import label_weights
 from fl_lightning.errors import check_at_least, check_number
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.per_sample import FilledBatches, PerSampleExecutor
-from fl_lightning.methods.privacy import History, PrivateMethod, noise_for
+from fl_lightning.methods.privacy import History, PrivateMethod, epsilon_of, noise_for
 from fl_lightning.methods.private_statistics import release_statistics
 
 
@@ -152,9 +152,12 @@ class PrivateSGD(PrivateMethod):
         for client, count in steps.items():
             most[self._rates[client]] = max(most.get(self._rates[client], 0), count)
         release = () if self.statistics_noise is None else ((self.statistics_noise, 1.0, 1),)
-        return max(
-            noise_for(epsilon, self.delta, rate, n, self.accountant, release) for rate, n in most.items()
-        )
+        noise = 0.0
+        for rate, n in sorted(most.items(), reverse=True):
+            # one client decides: the search takes seconds
+            if not noise or epsilon_of((*release, (noise, rate, n)), self.delta, self.accountant) > epsilon:
+                noise = noise_for(epsilon, self.delta, rate, n, self.accountant, release)
+        return noise
 
     def step_executor(self, pl_module: FederatedModule, executor: Executor) -> Executor:
         """Return the executor that clips and adds noise, except in rounds without protection."""
@@ -185,7 +188,8 @@ class PrivateSGD(PrivateMethod):
         lines = super().result_lines()
         if lines and self.unprotected:
             lines = {
-                "privacy": f"no guarantee: rounds 1 to {self.unprotected} trained without protection; second stage: {lines['privacy']}"
+                **lines,
+                "privacy": f"no guarantee: rounds 1 to {self.unprotected} trained without protection; second stage: {lines['privacy']}",
             }
         return lines
 

@@ -1,6 +1,7 @@
 """Image classification data sets in memory, and their clients."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from fl_lightning.client_data.preprocessing import channel_normalization
 from fl_lightning.datamodules.images import Batch, ImageData, Images, Samples, channel_statistics
 from fl_lightning.datamodules.partitioned_data import PartitionedDataModule
 from fl_lightning.datamodules.subjects import Subjects
-from fl_lightning.errors import check_at_least, check_choice
+from fl_lightning.errors import ConfigurationError, check_at_least, check_choice
 from fl_lightning.randomness import generator, permutation
 
 
@@ -92,16 +93,22 @@ class InMemorySamples(PartitionedDataModule):
             ``"poisson"``: each local step draws each sample with probability ``batch_size / n``, where
             n is the client's number of samples. Batches then differ in size, and may be empty.
             ``PrivateSGD`` needs such batches.
+        canaries: Number of the clients' training samples that become random inputs with random labels,
+            for the audit of a method with differential privacy. Each of them stays in the training
+            data with probability 1/2. 0, or at least 40.
         **settings: Settings of
             :class:`~fl_lightning.datamodules.partitioned_data.PartitionedDataModule`.
 
     Attributes:
         samples: The samples of clients and server, training samples first. It is known after
             ``setup``.
+        planted: Indices of the canaries, and whether each is in the training data; None without
+            canaries.
     """
 
     horizontal_flip = False
     samples: Samples
+    planted: tuple[Tensor, Tensor] | None = None
     _clients: Any
 
     def __init__(
@@ -110,11 +117,13 @@ class InMemorySamples(PartitionedDataModule):
         batch_size: int = 20,
         *,
         sampling: Literal["epochs", "poisson"] = "epochs",
+        canaries: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__(num_clients, batch_size, **settings)
         check_choice("data.sampling", sampling, ("epochs", "poisson"))
-        self.sampling = sampling
+        self.sampling, self.canaries = sampling, canaries
+        check_at_least(40 if canaries else 0, canaries=canaries)
 
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Return one batch per client, stacked: inputs ``[C, b, ...]`` and targets ``[C, b, ...]``.
@@ -137,7 +146,31 @@ class InMemorySamples(PartitionedDataModule):
 
     def _give(self, samples: Samples) -> None:
         self.samples = samples
+        if self.canaries:
+            self._plant(samples)
         self._clients = [InMemoryClient(client, self) for client in range(len(self.distribution.clients))]
+
+    def _plant(self, samples: Samples) -> None:
+        """Replace some training samples by canaries, and take half of these out of the training data."""
+        draws, clients = generator(self.seed, "canaries"), self.distribution.clients
+        trained = torch.cat(clients[: self.num_clients])
+        if not self.num_classes or self.canaries > len(trained) // 2:
+            raise ConfigurationError(
+                f"data.canaries: {self.canaries} must be at most half of the clients' {len(trained)} samples, which have classes"
+            )
+        chosen = trained[torch.randperm(len(trained), generator=draws)[: self.canaries]]
+        shape, images = (len(chosen), *samples.inputs.shape[1:]), samples.inputs.dtype == torch.uint8
+        highest = int(self.scale) if images and hasattr(self, "scale") else 255
+        values = (
+            torch.randint(highest + 1, shape, generator=draws)
+            if images
+            else torch.randn(shape, generator=draws)
+        )
+        samples.inputs[chosen] = values.to(samples.inputs.dtype)
+        samples.labels[chosen] = torch.randint(self.num_classes, (len(chosen),), generator=draws)
+        included = torch.rand(len(chosen), generator=draws) < 0.5
+        left = [x[~torch.isin(x, chosen[~included])] for x in clients]
+        self.distribution, self.planted = replace(self.distribution, clients=left), (chosen, included)
 
     def _loader(self, samples: Tensor) -> DataLoader[Batch]:
         return DataLoader(self.samples, sampler=torch.split(samples, self.eval_batch_size), batch_size=None)

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+import lightning as L
+
 from fl_lightning.errors import ConfigurationError, check_choice, check_number
 from fl_lightning.methods.callback import FederatedCallback
+from fl_lightning.methods.privacy_audit import CONFIDENCE, Audit, audit
 from fl_lightning.methods.run_report import Report, Table
 from fl_lightning.round.declarations import Declarations
 
@@ -114,6 +117,7 @@ class PrivateMethod(Report, FederatedCallback):
         unit: What is protected, for the result.
         metric: Name of the metric with the largest epsilon.
         planned_noise: The noise in use. It is known when training starts.
+        audited: Lower bound of epsilon after training; None if the data have no canaries.
 
     Raises:
         ConfigurationError: A setting is out of range, or Opacus is not installed.
@@ -152,6 +156,7 @@ class PrivateMethod(Report, FederatedCallback):
         self.clip, self.noise, self.epsilon = clip, noise, epsilon
         self.delta, self.accountant = delta, accountant
         self.planned_noise = noise or 0.0
+        self.audited: Audit | None = None
         if noise != 0:
             _opacus(name)
 
@@ -197,6 +202,10 @@ class PrivateMethod(Report, FederatedCallback):
         ):
             pl_module.log_numbers({self.metric: max(self.epsilons().values(), default=0.0)})
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
+        """Attack the trained model, if the data have canaries."""
+        self.audited = audit(pl_module, self.delta)
+
     def tables(self) -> Mapping[str, Table]:
         """Return the steps and the epsilon of each client, or of the server."""
         rows: list[list[float | str]] = [
@@ -212,15 +221,21 @@ class PrivateMethod(Report, FederatedCallback):
     def result(self) -> Mapping[str, float]:
         """Return the largest epsilon, if it is finite."""
         largest = max(self.epsilons().values(), default=0.0)
-        return {self.metric: largest} if 0 < largest < math.inf else {}
+        found = {"privacy/epsilon_lower_bound": self.audited.epsilon} if self.audited else {}
+        return found | ({self.metric: largest} if 0 < largest < math.inf else {})
 
     def result_lines(self) -> Mapping[str, str]:
         """Return the guarantee in words."""
         found = self.epsilons()
         if not (largest := max(found.values(), default=0.0)):
             return {}
-        if math.isinf(largest):
-            return {"privacy": "none, as the noise is 0"}
         who = f"the largest of {len(found)} clients, " if len(found) > 1 else ""
         line = f"epsilon {largest:.3g} at delta {self.delta:g} ({who}{self.accountant.upper()}); unit: {self.unit}"
-        return {"privacy": line}
+        lines = {"privacy": "none, as the noise is 0" if math.isinf(largest) else line}
+        if (attack := self.audited) is not None:
+            refuted = ", which REFUTES the epsilon above" if attack.epsilon > largest else ""
+            lines["privacy audit"] = (
+                f"epsilon is at least {attack.epsilon:.3g} ({CONFIDENCE:.0%} confidence){refuted}; an attack guesses "
+                f"{attack.right} of {attack.guesses} right, of {attack.canaries} canaries"
+            )
+        return lines
