@@ -114,6 +114,8 @@ class PrivateSGD(PrivateMethod):
                     "set data.sampling: poisson (data in memory), or declare sampling_rate in a data module of your own"
                 )
             self._rates[client] = rate
+        if (most := data.most_of_a_subject()) > 1:
+            self.unit = f"one record of a client, not a subject, who has up to {most} records"
         self._names = {client: data.named(client) for client in rates}
         if self.epsilon is not None and not self.planned_noise:
             self.planned_noise = self._noise_of_plan(pl_module, self.epsilon)

@@ -110,6 +110,11 @@ class PartitionedDataModule(FederatedDataModule):
         """Return the number of training samples in a client's batch."""
         return min(self.batch_size, len(self.distribution.clients[client_id]))
 
+    def most_of_a_subject(self) -> int:
+        """Return the largest number of training samples of a subject; 1 without subjects."""
+        subjects, clients = self._subjects, self.distribution.clients
+        return 1 if subjects is None else max(int(subjects.of[x].bincount().max()) for x in clients)
+
     def setup(self, stage: str) -> None:
         """Load and partition the data at the first call.
 

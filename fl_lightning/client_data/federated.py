@@ -307,6 +307,10 @@ class FederatedDataModule(Recorded, L.LightningDataModule):
         """Return the attribute ``sampling_rate`` of a client; None if its batches are not Poisson samples."""
         return getattr(self.clients[client_id], "sampling_rate", None)
 
+    def most_of_a_subject(self) -> int:
+        """Return the largest number of training samples of a subject; 1 (the default) without subjects."""
+        return 1
+
     def cohort_batch(self, client_ids: Sequence[int], steps: Sequence[int]) -> BatchStack:
         """Draw the batches of one local step.
 

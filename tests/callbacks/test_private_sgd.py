@@ -268,6 +268,24 @@ class TestAccountant:
         (table,) = private.tables().values()
         assert [row[0] for row in table.rows] == [*last]
 
+    def test_the_unit_of_subjects_with_several_records_is_said(self):
+        features, targets = torch.randn(40, 4, dtype=torch.float64), torch.arange(40) % 3
+        subjects = torch.arange(40) // 4
+        data = TensorData(
+            features,
+            targets,
+            subjects=subjects,
+            test_fraction=0.2,
+            num_clients=1,
+            batch_size=8,
+            sampling="poisson",
+        )
+        private = PrivateSGD(0.5, 1.0)
+        federated_run(private, data=data, model=torch.nn.Linear(4, 3).double(), rounds=1)
+        assert private.result_lines()["privacy"].endswith(
+            "unit: one record of a client, not a subject, who has up to 4 records"
+        )
+
     def test_the_noise_of_a_wanted_epsilon_reaches_it_in_the_planned_rounds(self):
         private = PrivateSGD(0.5, epsilon=2.0)
         data = of_rates(blobs(3, (40, 80, 16)))
