@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from fl_lightning import Cohort, FederatedCallback, FederatedModule
+from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import WeightedMean
 from fl_lightning.cohort.parts import treatments
-from fl_lightning.methods.privacy import History, PrivateMethod, noise_for
+from fl_lightning.methods.privacy import PrivateMethod, noise_for
 from fl_lightning.randomness import generator
-from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round.policy import policy_stages, resolve_policy
 
 _AT_THE_SERVER = ("on_before_aggregate", "on_after_aggregate", "on_round_end")
 
@@ -41,9 +41,6 @@ class PrivateFedAvg(PrivateMethod):
         delta: Delta, in (0, 1). It should be below 1 / the number of clients.
         accountant: Accountant of Opacus: ``"rdp"``, or ``"prv"``, which is tighter and slower.
 
-    Attributes:
-        rounds: Number of rounds so far, with those without clients.
-
     Raises:
         ConfigurationError: A setting is out of range, the run's settings or another method do not
             suit, or Opacus is not installed.
@@ -61,7 +58,6 @@ class PrivateFedAvg(PrivateMethod):
     takes = ("the noise of differential privacy",)
     needs: ClassVar[Mapping[str, Any]] = {"weighting": "uniform", "cohort_sampling": "poisson"}
     unit = "all records of a client"
-    saved = ("rounds",)
 
     def __init__(
         self,
@@ -72,7 +68,7 @@ class PrivateFedAvg(PrivateMethod):
         accountant: Literal["rdp", "prv"] = "rdp",
     ) -> None:
         super().__init__(clip, noise, epsilon, delta, accountant)
-        self.rounds, self._rate = 0, 0.0
+        self._rate = 0.0
         self._before: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
@@ -90,28 +86,38 @@ class PrivateFedAvg(PrivateMethod):
             )
         elif type(pl_module.aggregator) is not WeightedMean or not pl_module.statistics.is_mean:
             reason = "its noise is that of a mean; leave model.aggregator and model.statistics_aggregator out"
+        for _, policy in policy_stages(pl_module.federated_callbacks, pl_module.planned_rounds):
+            for kind, treatment in policy.items():
+                if kind != "counter" and treatment not in ("averaged", "frozen", "discarded"):
+                    reason = f"it cannot be combined with a method that treats {kind!r} as {treatment}, which reaches the server without noise"
         for method in pl_module.federated_callbacks:
-            name, policy = type(method).__name__, method.policy(1, pl_module.planned_rounds)
-            kept = {"pooled", "local"} & {*policy.values(), *method.undecided().values()}
+            name = type(method).__name__
             reads = any(is_overridden(hook, method, FederatedCallback) for hook in _AT_THE_SERVER)
-            if method is not self and method.role == "method" and (kept or reads):
-                reason = f"it and {name} cannot be combined: {name} uses what clients send before the noise is added; leave one of the two out, or derive a callback that only measures from Observer"
+            if method is not self and method.role != "observer" and reads:
+                reason = f"it and {name} cannot be combined: {name} uses or changes what clients send after it is clipped, or before the noise is added; leave one of the two out, or derive a callback that only measures from Observer"
         self.refuse(pl_module, reason)
         self._rate = plan.rate or 0.0
-        if self.epsilon is not None and not self.planned_noise:
-            self.planned_noise = noise_for(
-                self.epsilon, self.delta, self._rate, pl_module.planned_rounds, self.accountant
-            )
+        self.start(
+            pl_module,
+            lambda epsilon: noise_for(
+                epsilon, self.delta, self._rate, pl_module.planned_rounds, self.accountant
+            ),
+        )
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Count the round, and keep the statistics that the server sends."""
-        self.rounds += 1
+        self._count_round(pl_module)
         self._before = {
             name: cohort.server_buffers[name].clone() for name in self._statistics(cohort.treatments)
         }
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Clip each client's update."""
+        for name, kind in cohort.buffer_kinds.items():
+            if kind == "buffer" and not bool((cohort.buffers[name] == cohort.server_buffers[name]).all()):
+                raise ConfigurationError(
+                    f"PrivateFedAvg: local steps change the buffer {name!r}, which reaches the server without noise; leave the layer out"
+                )
         if math.isinf(self.clip):
             return
         sent = {
@@ -150,7 +156,7 @@ class PrivateFedAvg(PrivateMethod):
         self, trainer: L.Trainer, pl_module: FederatedModule
     ) -> tuple[Mapping[int, tuple[int, int]], int]:
         """Add noise in a round without clients: otherwise the server's model would tell that there were none."""
-        self.rounds += 1
+        self._count_round(pl_module)
         model = pl_module.model
         policy = resolve_policy(pl_module.federated_callbacks, pl_module.round, pl_module.planned_rounds)
         treated = treatments(model, policy)
@@ -191,6 +197,6 @@ class PrivateFedAvg(PrivateMethod):
         # a variance that is not positive keeps its last value
         place.copy_(torch.where(new > 0, new, before) if name.endswith("running_var") else new)
 
-    def histories(self) -> Mapping[str, History]:
-        """Return the rounds so far."""
-        return {"every client": ((self.planned_noise, self._rate, self.rounds),)} if self.rounds else {}
+    def _count_round(self, pl_module: FederatedModule) -> None:
+        if self.begin_round(pl_module):  # a round may be skipped after its start
+            self.count(-1, self.planned_noise, self._rate, 1)

@@ -1,6 +1,7 @@
 """DP-SGD: Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import lightning as L
@@ -11,7 +12,7 @@ from fl_lightning.clients.label_weights import label_weights
 from fl_lightning.errors import check_at_least, check_number
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.per_sample import FilledBatches, PerSampleExecutor
-from fl_lightning.methods.privacy import History, PrivateMethod, epsilon_of, noise_for
+from fl_lightning.methods.privacy import PrivateMethod, epsilon_of, noise_for
 from fl_lightning.methods.private_statistics import release_statistics
 
 
@@ -50,7 +51,6 @@ class PrivateSGD(PrivateMethod):
             of a gradient.
 
     Attributes:
-        steps: Number of protected local steps of each client, by client id.
         unprotected: Last round without protection; 0 if there is none.
 
     Raises:
@@ -74,7 +74,7 @@ class PrivateSGD(PrivateMethod):
     takes = ("the noise of differential privacy",)
     unit = "one record of a client"
     per_sample = True
-    saved = ("steps", "unprotected")
+    saved = ("unprotected",)
 
     def __init__(
         self,
@@ -94,9 +94,7 @@ class PrivateSGD(PrivateMethod):
         check_number("PrivateSGD.statistics_noise", statistics_noise or 0.0, " (0 is no privacy)", least=0)
         check_number("PrivateSGD.statistics_clip", statistics_clip, "", above=0)
         self.statistics_noise, self.statistics_clip = statistics_noise, statistics_clip
-        self.steps: dict[int, int] = {}
         self._rates: dict[int, float] = {}
-        self._names: dict[int, str] = {}
         self._executor: PerSampleExecutor | None = None
         if second_stage_only:
             self.metric = "privacy/epsilon_of_second_stage"
@@ -116,9 +114,8 @@ class PrivateSGD(PrivateMethod):
             self._rates[client] = rate
         if (most := data.most_of_a_subject()) > 1:
             self.unit = f"one record of a client, not a subject, who has up to {most} records"
-        self._names = {client: data.named(client) for client in rates}
-        if self.epsilon is not None and not self.planned_noise:
-            self.planned_noise = self._noise_of_plan(pl_module, self.epsilon)
+        self.names = {client: data.named(client) for client in rates}
+        self.start(pl_module, partial(self._noise_of_plan, pl_module))
         expected = {client: rate * data.num_examples(client) for client, rate in self._rates.items()}
         self._executor = PerSampleExecutor(self.clip, self.planned_noise, expected, self.samples_at_once)
 
@@ -126,6 +123,8 @@ class PrivateSGD(PrivateMethod):
         """Release the BN statistics before round 1."""
         if self.statistics_noise is not None and pl_module.round == 1:
             self._released = release_statistics(pl_module, self.statistics_clip, self.statistics_noise)
+            for client in self._rates:
+                self.count(client, self.statistics_noise, 1.0, 1)
 
     def extra_traffic(self, cohort: Cohort) -> Mapping[int, tuple[int, int]]:
         """Return the statistics that every client sends before round 1. The broadcast brings them back."""
@@ -169,6 +168,7 @@ class PrivateSGD(PrivateMethod):
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Check the BN layers, and count the steps of this round."""
+        self.begin_round(pl_module)
         for name, layer in batch_norm_layers(pl_module.model).items():
             if layer.training or layer.running_mean is None:
                 if self.second_stage_only:
@@ -179,27 +179,27 @@ class PrivateSGD(PrivateMethod):
                     "own; use FixBN with freeze_round: 0 and public weights, norm: gn, norm: none, or second_stage_only: true (no guarantee)"
                 )
         for client, steps in zip(cohort.client_ids, cohort.local_steps, strict=True):
-            self.steps[client] = self.steps.get(client, 0) + steps
+            self.count(client, self.planned_noise, self._rates[client], steps)
+
+    def on_round_skipped(
+        self, trainer: L.Trainer, pl_module: FederatedModule
+    ) -> tuple[Mapping[int, tuple[int, int]], int]:
+        """Note the round."""
+        self.begin_round(pl_module)
+        return {}, 0
 
     def on_round_end(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Log the largest epsilon."""
         self.log_epsilon(pl_module)
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return the guarantee in words, or that there is none."""
-        lines = super().result_lines()
-        if lines and self.unprotected:
+        """Return the guarantee in words, or that no guarantee exists."""
+        lines = dict(super().result_lines())
+        if self.unprotected:
+            found = lines.pop("privacy", "no round is protected")
+            lines.pop("privacy audit", None)  # it attacks both stages
             lines = {
+                "privacy": f"no guarantee: rounds 1 to {self.unprotected} trained without protection; second stage: {found}",
                 **lines,
-                "privacy": f"no guarantee: rounds 1 to {self.unprotected} trained without protection; second stage: {lines['privacy']}",
             }
         return lines
-
-    def histories(self) -> Mapping[str, History]:
-        """Return the steps of each client that has trained or released statistics."""
-        release = () if self.statistics_noise is None else ((self.statistics_noise, 1.0, 1),)
-        return {
-            name: (*release, (self.planned_noise, self._rates[client], self.steps.get(client, 0)))
-            for client, name in self._names.items()
-            if release or self.steps.get(client)
-        }

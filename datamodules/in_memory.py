@@ -154,9 +154,11 @@ class InMemorySamples(PartitionedDataModule):
         """Replace some training samples by canaries, and take half of these out of the training data."""
         draws, clients = generator(self.seed, "canaries"), self.distribution.clients
         trained = torch.cat(clients[: self.num_clients])
-        if not self.num_classes or self.canaries > len(trained) // 2:
+        if not self.num_classes:
+            raise ConfigurationError("data.canaries: the targets are no classes; leave canaries out")
+        if self.canaries > len(trained) // 2:
             raise ConfigurationError(
-                f"data.canaries: {self.canaries} must be at most half of the clients' {len(trained)} samples, which have classes"
+                f"data.canaries: {self.canaries} must be at most half of the clients' {len(trained)} samples"
             )
         chosen = trained[torch.randperm(len(trained), generator=draws)[: self.canaries]]
         shape, images = (len(chosen), *samples.inputs.shape[1:]), samples.inputs.dtype == torch.uint8
@@ -170,6 +172,10 @@ class InMemorySamples(PartitionedDataModule):
         samples.labels[chosen] = torch.randint(self.num_classes, (len(chosen),), generator=draws)
         included = torch.rand(len(chosen), generator=draws) < 0.5
         left = [x[~torch.isin(x, chosen[~included])] for x in clients]
+        if not all(map(len, left)):
+            raise ConfigurationError(
+                f"data.canaries: {self.canaries} leave {self.named([*map(len, left)].index(0))} without samples; use fewer canaries or clients"
+            )
         self.distribution, self.planted = replace(self.distribution, clients=left), (chosen, included)
 
     def _loader(self, samples: Tensor) -> DataLoader[Batch]:

@@ -76,7 +76,9 @@ class PerSampleExecutor(Executor):
             chunk = tree_map(lambda leaf: leaf[part], samples)  # noqa: B023  # used at once
             found, gradients = self._gradients(task, cohort, rows, chunk, owners[part], places[part])
             squares = sum(x.flatten(1).square().sum(1) for x in gradients.values())
-            factors = (self.clip / (squares.sqrt() + 1e-6)).clamp(max=1.0)  # type: ignore[union-attr]  # the sum is a tensor
+            norms = squares.sqrt()  # type: ignore[union-attr]  # the sum is a tensor
+            # a sample without a finite gradient adds nothing: otherwise it would decide whether its client diverges
+            factors = torch.where(norms.isfinite(), (self.clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
             done = 0
             # client by client, as a gradient that is not finite must not reach another client
             for owner, count in enumerate(owners[part].bincount(minlength=len(rows)).tolist()):
@@ -84,7 +86,9 @@ class PerSampleExecutor(Executor):
                 losses[owner] += found[own].sum() / max(sizes[owner], 1)
                 for name, rows_of in cohort.grads.row(rows[owner]).items():
                     if name in gradients:
-                        rows_of += torch.einsum("n,n...->...", factors[own], gradients[name][own])
+                        rows_of += torch.einsum(
+                            "n,n...->...", factors[own], gradients[name][own].nan_to_num(0.0, 0.0, 0.0)
+                        )
                 done += count
         return losses
 
@@ -147,7 +151,9 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 class FilledBatches(Executor):
-    """Executor in which clients with an empty batch have the gradient 0 and the loss 0.
+    """Executor in which clients with no or one sample have the gradient 0 and the loss 0.
+
+    A single sample has no batch statistics.
 
     Args:
         executor: Executor of all other clients.
@@ -160,7 +166,7 @@ class FilledBatches(Executor):
         self, task: ClientTask, cohort: RoundCohort, batch: BatchStack, rows: Sequence[int]
     ) -> Tensor:
         """Compute a local step, see :meth:`~fl_lightning.execution.base.Executor.backward`."""
-        filled = [place for place, size in enumerate(batch.sizes()) if size]
+        filled = [place for place, size in enumerate(batch.sizes()) if size > 1]
         losses = torch.zeros(len(rows), device=task.device)
         for block in cohort.trained_blocks:
             cohort.grads.blocks[block][cohort.index([*rows])] = 0

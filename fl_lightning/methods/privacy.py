@@ -6,7 +6,7 @@ losses and metrics of a run are not protected. The guarantee is for what clients
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -90,7 +90,8 @@ def noise_for(
         low, high = high, 2 * high
         if high > _MOST_NOISE:
             raise ConfigurationError(
-                f"epsilon: {epsilon} is exceeded with any noise in {steps} steps at delta {delta}; raise epsilon or statistics_noise"
+                f"epsilon: {epsilon} cannot be reached in {steps} steps at delta {delta} by the accountant {accountant}; raise epsilon"
+                f"{' or statistics_noise' if before else ''}{', or set accountant: prv' if accountant == 'rdp' else ''}"
             )
     while high - low > 0.001 * high:
         middle = (low + high) / 2
@@ -101,7 +102,8 @@ def noise_for(
 class PrivateMethod(Report, FederatedCallback):
     """Base class of methods with differential privacy.
 
-    A subclass defines :meth:`histories`.
+    A subclass calls :meth:`start` when training starts, :meth:`begin_round` in each round, and
+    :meth:`count` for the steps of a unit of privacy.
 
     Args:
         clip: Largest norm C, above 0, of what one unit of privacy contributes. Infinity: no
@@ -117,6 +119,8 @@ class PrivateMethod(Report, FederatedCallback):
         unit: What is protected, for the result.
         metric: Name of the metric with the largest epsilon.
         planned_noise: The noise in use. It is known when training starts.
+        history: Steps so far, as lists ``[noise, sampling rate, steps]`` by client id; key -1 stands for
+            all clients.
         audited: Lower bound of epsilon after training; None if the data have no canaries.
 
     Raises:
@@ -125,7 +129,7 @@ class PrivateMethod(Report, FederatedCallback):
 
     unit = ""
     metric = "privacy/epsilon"
-    saved: tuple[str, ...] = ("planned_noise",)
+    saved: tuple[str, ...] = ("planned_noise", "planned_epsilon", "history", "last_round")
 
     def __init__(
         self,
@@ -155,14 +159,60 @@ class PrivateMethod(Report, FederatedCallback):
             )
         self.clip, self.noise, self.epsilon = clip, noise, epsilon
         self.delta, self.accountant = delta, accountant
-        self.planned_noise = noise or 0.0
+        self.planned_noise, self.planned_epsilon = noise or 0.0, 0.0
+        self.history: dict[int, list[list[float]]] = {}
+        self.last_round = 0
+        self.names: dict[int, str] = {-1: "every client"}
         self.audited: Audit | None = None
         if noise != 0:
             _opacus(name)
 
-    def histories(self) -> Mapping[str, History]:
-        """Return the steps so far, keyed by the name of the client or of the server."""
-        raise NotImplementedError
+    def start(self, pl_module: "FederatedModule", plan: Callable[[float], float]) -> None:
+        """Check a resumed run, and decide the noise.
+
+        Args:
+            pl_module: The run.
+            plan: Function that returns the noise for an epsilon.
+
+        Raises:
+            ConfigurationError: Earlier rounds of the run had no such method, or another ``epsilon``.
+        """
+        name = type(self).__name__
+        if pl_module.round - 1 != self.last_round:
+            raise ConfigurationError(
+                f"{name}: rounds {self.last_round + 1} to {pl_module.round - 1} of the resumed run trained without it, so epsilon would be "
+                "wrong; start a new run, from public weights or without ckpt_path"
+            )
+        if self.epsilon is None:
+            self.planned_noise = self.noise or 0.0
+        elif not self.history:
+            self.planned_noise, self.planned_epsilon = plan(self.epsilon), self.epsilon
+        elif self.planned_epsilon != self.epsilon:
+            raise ConfigurationError(
+                f"{name}.epsilon: {self.epsilon} is not that of the resumed run, {self.planned_epsilon or 'which had noise'}; leave the "
+                "setting as it was"
+            )
+
+    def begin_round(self, pl_module: "FederatedModule") -> bool:
+        """Note a round, and return whether it is new."""
+        is_new, self.last_round = pl_module.round != self.last_round, pl_module.round
+        return is_new
+
+    def count(self, unit: int, noise: float, rate: float, steps: int) -> None:
+        """Add steps to the history of a client, or of all clients (-1)."""
+        segments = self.history.setdefault(unit, [])
+        if not segments or segments[-1][:2] != [noise, rate]:
+            segments.append([noise, rate, 0])
+        segments[-1][2] += steps
+
+    def histories(self) -> dict[str, History]:
+        """Return the steps so far, keyed by the name of the client."""
+        return {
+            self.names.get(unit, f"client {unit}"): tuple(
+                (noise, rate, int(n)) for noise, rate, n in segments
+            )
+            for unit, segments in sorted(self.history.items())
+        }
 
     def epsilons(self) -> dict[str, float]:
         """Return the epsilon so far, keyed by the name of the client or of the server."""
@@ -195,11 +245,13 @@ class PrivateMethod(Report, FederatedCallback):
             raise ConfigurationError(f"{type(self).__name__}: {reason}")
 
     def log_epsilon(self, pl_module: "FederatedModule") -> None:
-        """Log the largest epsilon, in rounds with an evaluation and in the last round."""
+        """Log the largest epsilon, in rounds with an evaluation and in the last round.
+
+        The accountant ``prv`` is too slow for rounds before the last one.
+        """
         every = pl_module.trainer.check_val_every_n_epoch or 1
-        if self.planned_noise and (
-            pl_module.round % every == 0 or pl_module.round == pl_module.planned_rounds
-        ):
+        is_last = pl_module.round == pl_module.planned_rounds
+        if self.planned_noise and (is_last or (self.accountant == "rdp" and pl_module.round % every == 0)):
             pl_module.log_numbers({self.metric: max(self.epsilons().values(), default=0.0)})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type
@@ -231,9 +283,13 @@ class PrivateMethod(Report, FederatedCallback):
             return {}
         who = f"the largest of {len(found)} clients, " if len(found) > 1 else ""
         line = f"epsilon {largest:.3g} at delta {self.delta:g} ({who}{self.accountant.upper()}); unit: {self.unit}"
-        lines = {"privacy": "none, as the noise is 0" if math.isinf(largest) else line}
+        if math.isinf(largest):
+            line = "none, as epsilon is infinite or too large for the accountant"
+        if any(noise == 0 for history in self.histories().values() for noise, _, _ in history):
+            line = "none, as the noise is 0"
+        lines = {"privacy": line}
         if (attack := self.audited) is not None:
-            refuted = ", which REFUTES the epsilon above" if attack.epsilon > largest else ""
+            refuted = ", above the epsilon of the accountant" if attack.epsilon > largest else ""
             lines["privacy audit"] = (
                 f"epsilon is at least {attack.epsilon:.3g} ({CONFIDENCE:.0%} confidence){refuted}; an attack guesses "
                 f"{attack.right} of {attack.guesses} right, of {attack.canaries} canaries"

@@ -61,7 +61,8 @@ def release_statistics(pl_module: "FederatedModule", clip: float, noise: float) 
 
 
 def clipped_sum(vectors: Tensor, clip: float) -> Tensor:
-    """Return ``sum_j min(1, C / |v_j|) v_j`` for vectors ``[n, d]``."""
+    """Return ``sum_j min(1, C / |v_j|) v_j`` for vectors ``[n, d]``, without those that are not finite."""
+    vectors = vectors[vectors.isfinite().all(1)]
     factors: Tensor = (clip / vectors.norm(dim=1)).clamp(max=1.0)
     return factors @ vectors
 

@@ -105,8 +105,9 @@ def too_few(run: RunContext, reported: int, dropped: int = 0) -> RoundSkipped:
     plan = run.plan
     by_user = plan.min_clients == run.min_clients
     asks = "model.min_clients is" if by_user else f"{robust_rules(run)} needs"
+    planned = f" of {plan.cohort_size}" if plan.rate is None else ""
     return RoundSkipped(
-        f"round {run.round}: {reported} of {plan.cohort_size} clients can be aggregated, and {asks} {plan.min_clients}: no update is "
+        f"round {run.round}: {reported}{planned} clients can be aggregated, and {asks} {plan.min_clients}: no update is "
         "aggregated",
         dropped,
     )

@@ -24,7 +24,7 @@ from tests.support.helpers import SGD, SaveRounds, blobs, distance, federated_ru
 SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""
 BEFORE_NOISE_AT_THE_SERVER = (
-    "AdaBN", "AggregationDiagnostics", "BatchNormDiagnostics", "BatchRenormalization", "Byzantine", "ClassifierBias", "ClientEvaluation",
+    "AdaBN", "AggregationDiagnostics", "BatchNormDiagnostics", "BatchRenormalization", "ClassifierBias", "ClientEvaluation",
     "ClientGradientClipping", "CommunicationLedger", "FedBABU", "FedProx", "FixBN", "ParticipationGap", "StatisticsSources",
 )  # fmt: skip
 """What reads no update at the server but to measure it."""

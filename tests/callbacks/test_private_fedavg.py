@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from fl_lightning import ClientFailures, ConfigurationError
+from fl_lightning import ClientFailures, ConfigurationError, FederatedCallback
 from fl_lightning.aggregation import Median
-from fl_lightning.callbacks import FBN, SCAFFOLD, FedBN, FedDyn, FixBN, PrivateFedAvg
+from fl_lightning.callbacks import FBN, SCAFFOLD, Byzantine, FedBN, FedDyn, FixBN, PrivateFedAvg
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.methods.privacy import epsilon_of
 from fl_lightning.round.plan import sample_poisson
@@ -114,7 +114,7 @@ class TestServer:
         assert abs(float(moves.square().sum()) - count) < 5 * math.sqrt(2 * count)
         correlations = torch.corrcoef(moves) - torch.eye(12, dtype=torch.float64)
         assert correlations.abs().max() < 6 / math.sqrt(moves.shape[1])
-        assert private.rounds == 12
+        assert private.histories() == {"every client": ((2.0, 0.1, 12),)}
         assert run.module.trainer.global_step == 12
 
     def test_running_variances_stay_positive(self):
@@ -150,6 +150,21 @@ class TestAccountant:
         assert private.epsilons() == {"every client": epsilon_of(((1.0, 0.5, 5),), 1e-5)}
         assert run.rows[5]["privacy/epsilon"] == pytest.approx(private.result()["privacy/epsilon"], rel=1e-6)
 
+    def test_a_round_in_which_all_clients_are_dropped_counts_once(self):
+        data, private = blobs(3), PrivateFedAvg(0.5, 1.0)
+        for client in data.clients:
+            client.dataset.tensors[0].fill_(math.nan)
+        federated_run(private, data=data, rounds=3, on_divergence="drop", check_first_steps=False, **NEEDS)
+        assert private.histories() == {"every client": ((1.0, 1.0, 3),)}
+
+    def test_an_epsilon_beyond_the_accountant_is_not_called_a_run_without_noise(self, monkeypatch):
+        private = PrivateFedAvg(0.5, 1.0)
+        federated_run(private, data=blobs(3), rounds=1, **NEEDS)
+        monkeypatch.setattr("fl_lightning.methods.privacy.epsilon_of", lambda *_: math.inf)
+        assert private.result_lines() == {
+            "privacy": "none, as epsilon is infinite or too large for the accountant"
+        }
+
     def test_the_noise_of_a_wanted_epsilon_reaches_it_in_the_planned_rounds(self):
         private = PrivateFedAvg(0.5, epsilon=4.0)
         federated_run(private, data=blobs(4), participation=0.5, rounds=5, **NEEDS)
@@ -169,7 +184,7 @@ class TestRefusals:
             ([], {"statistics_aggregator": Median()}, "its noise is that of a mean"),
             ([], {"centralised": True}, "centralised training joins"),
             ([SCAFFOLD()], {}, "it and SCAFFOLD cannot be combined"),
-            ([FBN()], {}, "it and FBN cannot be combined: FBN uses what clients send before the noise"),
+            ([FBN()], {}, "it and FBN cannot be combined: FBN uses or changes what clients send"),
             ([FedDyn()], {}, "it and FedDyn cannot be combined: FedDyn uses"),
             ([FedBN()], {}, "it and FedBN cannot be combined: FedBN uses"),
         ],
@@ -177,6 +192,50 @@ class TestRefusals:
     def test_runs_that_no_noise_protects(self, callbacks, settings, message):
         with pytest.raises(ConfigurationError, match=f"^PrivateFedAvg: .*{message}"):
             federated_run(*callbacks, PrivateFedAvg(1.0, 1.0), **{**NEEDS, **settings})
+
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            lambda number, _: {"0": "local"} if number > 1 else {},
+            lambda number, _: {"mean": "max", "var": "max"},
+            lambda number, _: {"mean": "pooled", "var": "pooled"} if number == 2 else {},
+        ],
+    )
+    def test_state_that_reaches_the_server_without_noise_in_any_round(self, policy):
+        own = FederatedCallback()
+        own.policy = policy
+        with pytest.raises(
+            ConfigurationError, match=r"^PrivateFedAvg: it cannot be combined with a method that treats"
+        ):
+            federated_run(own, PrivateFedAvg(1.0, 1.0), **NEEDS)
+
+    def test_buffers_that_local_steps_change(self):
+        class Center(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("center", torch.zeros((), dtype=torch.float64))
+
+            def forward(self, inputs):
+                self.center.copy_(self.center * 0.5 + inputs.mean() * 0.5)
+                return inputs
+
+        for model in (
+            torch.nn.Sequential(Center(), small_cnn("gn")),
+            torch.nn.Sequential(
+                torch.nn.Flatten(), torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(72, 3))
+            ),
+        ):
+            with pytest.raises(ConfigurationError, match=r"^PrivateFedAvg: local steps change the buffer"):
+                federated_run(PrivateFedAvg(1.0, 1.0), model=model.double(), **NEEDS)
+
+    def test_attackers_that_send_what_they_want(self):
+        with pytest.raises(ConfigurationError, match="it and Byzantine cannot be combined"):
+            federated_run(PrivateFedAvg(1.0, 1.0), Byzantine(**Byzantine.examples[0]), **NEEDS)
+
+    def test_rounds_without_the_method(self, tmp_path):
+        federated_run(SaveRounds(tmp_path), rounds=2)
+        with pytest.raises(ConfigurationError, match="rounds 1 to 2 of the resumed run trained without it"):
+            federated_run(PrivateFedAvg(1.0, 1.0), ckpt_path=tmp_path / "2.ckpt", rounds=3, **NEEDS)
 
     def test_another_kind_of_cohorts(self):
         with pytest.raises(ConfigurationError, match=r"cohort_sampling: 'gaussian' must be one of"):

@@ -34,6 +34,11 @@ def of_rates(data, rates=None):
     return data
 
 
+def steps_of(private):
+    """The number of private steps of each client."""
+    return {client: sum(n for *_, n in segments) for client, segments in private.history.items()}
+
+
 def pretrained():
     """Return a network with BN whose statistics are not the initial ones."""
     model = small_cnn("bn").double().train()
@@ -147,20 +152,19 @@ class TestClippedGradients:
         # with one mask for all samples, whole columns of the weight's gradient would be 0
         assert (found[0][1, 0, 0].view(-1)[:12] != 0).all()
 
-    def test_no_gradient_that_is_not_finite_reaches_another_client(self):
+    @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+    def test_a_record_without_a_finite_gradient_adds_nothing(self, value):
+        """Otherwise the record would decide whether its client diverges."""
         data = poisson(1.0)
         data.setup("fit")
-        data.samples.inputs[data.distribution.clients[1][0]] = math.nan
+        data.samples.inputs[data.distribution.clients[1][0]] = value
         gradients = Gradients()
         run = federated_run(
             PrivateSGD(1.0, 1.0), gradients, data=data, model=torch.nn.Linear(4, 3).double(),
             executor=VectorizedExecutor(), on_divergence="drop", rounds=1,
         )  # fmt: skip
-        assert [bool(gradients.found[1, client, 0].isfinite().all()) for client in range(3)] == [
-            True,
-            False,
-            True,
-        ]
+        assert all(found.isfinite().all() for found in gradients.found.values())
+        assert [*run.clients.end[1]] == [0, 1, 2]
         assert all(value.isfinite().all() for value in run.module.state_dict().values())
 
 
@@ -179,7 +183,7 @@ class TestNoise:
         drawn = torch.stack([*gradients.found.values()]) * expected / (noise * clip)
         count = drawn.numel()
         assert len(gradients.found) == 4 * 3 * 2
-        assert private.steps == {0: 8, 1: 8, 2: 8}
+        assert steps_of(private) == {0: 8, 1: 8, 2: 8}
         # chi-square with so many degrees of freedom, five standard deviations
         assert abs(float(drawn.square().sum()) - count) < 5 * math.sqrt(2 * count)
         assert abs(float(drawn.sum())) < 5 * math.sqrt(count)
@@ -216,7 +220,7 @@ class TestNoise:
         whole, private = run(SaveRounds(tmp_path))
         resumed, again = run(ckpt_path=tmp_path / "2.ckpt")
         assert distance(whole, resumed) == 0
-        assert again.steps == private.steps
+        assert again.history == private.history
         assert again.epsilons() == private.epsilons()
         ranks, of_ranks = run(trainer={"devices": 2, "strategy": CohortStrategy()})
         assert distance(whole, ranks) < 1e-14
@@ -249,7 +253,7 @@ class TestAccountant:
 
         class Epsilons(FederatedCallback):
             def on_round_end(self, trainer, pl_module, cohort):
-                seen.append((set(cohort.client_ids), private.epsilons(), dict(private.steps)))
+                seen.append((set(cohort.client_ids), private.epsilons(), steps_of(private)))
 
         data = of_rates(blobs(3, (40, 80, 16)))
         run = federated_run(private, Epsilons(), data=data, model=partial(small_cnn, "gn"), participation=2, rounds=5)  # fmt: skip
@@ -293,7 +297,7 @@ class TestAccountant:
         assert 1.99 < max(private.epsilons().values()) <= 2.0
         needed = [
             noise_for(2.0, 1e-5, 8 / (40, 80, 16)[client], steps, "rdp")
-            for client, steps in private.steps.items()
+            for client, steps in steps_of(private).items()
         ]
         assert private.planned_noise == pytest.approx(max(needed), rel=0.002)
 
@@ -316,11 +320,18 @@ class TestStages:
         apart = [distance(*pair) for pair in zip(run.states, plain.states, strict=True)]
         assert apart[:3] == [0, 0, 0]
         assert apart[3] > 1e-3
-        assert private.steps == {0: 6, 1: 6, 2: 6}
+        assert steps_of(private) == {0: 6, 1: 6, 2: 6}
         assert private.result_lines()["privacy"].startswith(
             "no guarantee: rounds 1 to 2 trained without protection; second stage: epsilon "
         )
         assert [*private.result()] == ["privacy/epsilon_of_second_stage"]
+
+    def test_a_run_that_never_freezes_is_said_to_be_unprotected(self):
+        private = PrivateSGD(0.5, 1.0, second_stage_only=True)
+        federated_run(private, data=of_rates(blobs()), rounds=3)
+        assert private.result_lines() == {
+            "privacy": "no guarantee: rounds 1 to 3 trained without protection; second stage: no round is protected"
+        }
 
     def test_a_first_stage_skips_clients_that_draw_no_sample(self):
         data = poisson(1 / 30, size=30)
@@ -440,6 +451,60 @@ class TestRefusals:
             PrivateSGD(1.0, 1.0)
 
 
+class TestResumed:
+    """A resumed run counts what was used before."""
+
+    def saved(self, folder, *callbacks, **settings):
+        model = torch.nn.Linear(4, 3).double()
+        settings = {"data": poisson(0.9), "model": model, "rounds": 3, **settings}
+        federated_run(*callbacks, SaveRounds(folder), **settings)
+        return folder / "3.ckpt"
+
+    def resumed(self, path, private, **settings):
+        settings = {"data": poisson(0.9), "model": torch.nn.Linear(4, 3).double(), "rounds": 4, **settings}
+        federated_run(private, ckpt_path=path, **settings)
+        return private.histories()["client 0"]
+
+    def test_rounds_without_the_method_are_refused(self, tmp_path):
+        plain = {"data": blobs(), "model": partial(small_cnn, "gn")}
+        path = self.saved(tmp_path, **plain)
+        with pytest.raises(ConfigurationError, match="rounds 1 to 3 of the resumed run trained without it"):
+            self.resumed(path, PrivateSGD(0.5, 1.0), data=of_rates(blobs()), model=partial(small_cnn, "gn"))
+
+    @pytest.mark.parametrize(
+        ("first", "second", "rate", "history"),
+        [
+            ({"noise": 1.0}, {"noise": 1.0}, 0.9, ((1.0, 0.9, 8),)),
+            ({"noise": 1.0}, {"noise": 2.0}, 0.9, ((1.0, 0.9, 6), (2.0, 0.9, 2))),
+            ({"noise": 1.0}, {"noise": 1.0}, 0.2, ((1.0, 0.9, 6), (1.0, 0.2, 2))),
+            ({"noise": 0.0}, {"noise": 2.0}, 0.9, ((0.0, 0.9, 6), (2.0, 0.9, 2))),
+        ],
+    )
+    def test_other_settings_are_further_steps(self, first, second, rate, history, tmp_path):
+        path = self.saved(tmp_path, PrivateSGD(0.5, **first))
+        private = PrivateSGD(0.5, **second)
+        assert self.resumed(path, private, data=poisson(rate)) == history
+        if first["noise"]:
+            assert private.epsilons()["client 0"] == epsilon_of(history, 1e-5)
+        else:
+            assert private.result_lines()["privacy"] == "none, as the noise is 0"
+
+    @pytest.mark.parametrize("first", [{"noise": 1.0}, {"epsilon": 60.0}, {"noise": 0.0}])
+    def test_another_epsilon_is_refused(self, first, tmp_path):
+        path = self.saved(tmp_path, PrivateSGD(0.5, **first))
+        with pytest.raises(
+            ConfigurationError, match=r"PrivateSGD\.epsilon: 50\.0 is not that of the resumed run"
+        ):
+            self.resumed(path, PrivateSGD(0.5, epsilon=50.0))
+
+    def test_the_same_epsilon_keeps_its_noise_beyond_the_planned_rounds(self, tmp_path):
+        first = PrivateSGD(0.5, epsilon=60.0)
+        path, second = self.saved(tmp_path, first), PrivateSGD(0.5, epsilon=60.0)
+        self.resumed(path, second)
+        assert second.planned_noise == first.planned_noise
+        assert max(second.epsilons().values()) > 60  # one more round than planned
+
+
 class TestReleasedStatistics:
     """Running statistics that the clients release with noise before round 1."""
 
@@ -498,8 +563,8 @@ class TestReleasedStatistics:
             FixBN(freeze_round=0), PrivateSGD(0.5, 1.0), data=poisson(0.3), model=self.network(), participation=2, rounds=2
         )  # fmt: skip
         for name, history in private.histories().items():
-            steps = private.steps.get(int(name[-1]), 0)
-            assert history == ((5.0, 1.0, 1), (1.0, 0.3, steps))
+            assert history[0] == (5.0, 1.0, 1)
+            assert [segment[:2] for segment in history[1:]] in ([(1.0, 0.3)], [])
             assert private.epsilons()[name] == epsilon_of(history, 1e-5)
         assert len(private.histories()) == 3
         more = run.rows[1]["comm/upload_bytes"] - plain.rows[1]["comm/upload_bytes"]
@@ -510,7 +575,10 @@ class TestReleasedStatistics:
         private = PrivateSGD(0.5, epsilon=3.0, statistics_noise=5.0)
         federated_run(FixBN(freeze_round=0), private, data=poisson(0.3), model=self.network(), rounds=3)
         assert 2.99 < max(private.epsilons().values()) <= 3.0
-        with pytest.raises(ConfigurationError, match=r"epsilon: 0\.5 is exceeded with any noise in 6 steps"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"epsilon: 0\.5 cannot be reached in 6 steps at delta 1e-05 by the accountant rdp; raise epsilon or statistics_noise",
+        ):
             federated_run(
                 FixBN(freeze_round=0), PrivateSGD(0.5, epsilon=0.5, statistics_noise=1.0), data=poisson(0.3), model=self.network()
             )  # fmt: skip

@@ -57,7 +57,7 @@ def test_the_lower_bound_of_an_honest_run_is_below_its_epsilon(noise, seed):
     assert found.epsilon <= epsilon
     assert (found.epsilon > 1) == (noise == 0.5)  # the attack is not blind
     assert private.result()["privacy/epsilon_lower_bound"] == found.epsilon
-    assert "REFUTES" not in private.result_lines()["privacy audit"]
+    assert "above the epsilon" not in private.result_lines()["privacy audit"]
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_run_whose_noise_is_left_out_is_caught(epsilon, seed):
     found, claimed = attacked(private, seed)
     assert claimed <= epsilon
     assert found.epsilon > epsilon
-    assert "which REFUTES the epsilon above" in private.result_lines()["privacy audit"]
+    assert "above the epsilon of the accountant" in private.result_lines()["privacy audit"]
 
 
 class TestBound:
@@ -144,6 +144,25 @@ class TestCanaries:
     def test_too_few_or_too_many(self, settings, message):
         with pytest.raises(ConfigurationError, match=message):
             vectors(**settings).setup("fit")
+
+    def test_a_client_that_would_lose_all_samples_and_targets_without_classes(self):
+        features = torch.randn(100, 4)
+        settings = {"test_features": features[:8], "canaries": 48, "sampling": "poisson"}
+        few = TensorData(
+            features,
+            torch.arange(100) % 2,
+            test_targets=torch.arange(8) % 2,
+            num_clients=60,
+            batch_size=2,
+            **settings,
+        )
+        with pytest.raises(ConfigurationError, match=r"data\.canaries: 48 leave client \d+ without samples"):
+            few.setup("fit")
+        numbers = TensorData(
+            features, torch.randn(100), test_targets=torch.randn(8), num_clients=2, **settings
+        )
+        with pytest.raises(ConfigurationError, match=r"data\.canaries: the targets are no classes"):
+            numbers.setup("fit")
 
     def test_the_clients_method_is_audited_too(self):
         private = PrivateFedAvg(1.0, 0.0)
