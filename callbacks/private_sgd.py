@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 
@@ -11,7 +11,7 @@ from fl_lightning.batch_norm import batch_norm_layers
 from fl_lightning.clients.label_weights import label_weights
 from fl_lightning.errors import check_at_least, check_number
 from fl_lightning.execution.base import Executor
-from fl_lightning.execution.per_sample import FilledBatches, PerSampleExecutor
+from fl_lightning.execution.per_sample import filled_batches, per_sample_executor
 from fl_lightning.methods.privacy import PrivateMethod, epsilon_of, noise_for
 from fl_lightning.methods.private_statistics import release_statistics
 
@@ -95,7 +95,7 @@ class PrivateSGD(PrivateMethod):
         check_number("PrivateSGD.statistics_clip", statistics_clip, "", above=0)
         self.statistics_noise, self.statistics_clip = statistics_noise, statistics_clip
         self._rates: dict[int, float] = {}
-        self._executor: PerSampleExecutor | None = None
+        self._executor: Any = None
         if second_stage_only:
             self.metric = "privacy/epsilon_of_second_stage"
         self.unprotected = self._released = 0
@@ -117,7 +117,7 @@ class PrivateSGD(PrivateMethod):
         self.names = {client: data.named(client) for client in rates}
         self.start(pl_module, partial(self._noise_of_plan, pl_module))
         expected = {client: rate * data.num_examples(client) for client, rate in self._rates.items()}
-        self._executor = PerSampleExecutor(self.clip, self.planned_noise, expected, self.samples_at_once)
+        self._executor = per_sample_executor(self.clip, self.planned_noise, expected, self.samples_at_once)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
         """Release the BN statistics before round 1."""
@@ -162,9 +162,8 @@ class PrivateSGD(PrivateMethod):
 
     def step_executor(self, pl_module: FederatedModule, executor: Executor) -> Executor:
         """Return the executor that clips and adds noise, except in rounds without protection."""
-        assert self._executor is not None
         self._executor.clients = executor
-        return FilledBatches(executor) if self.unprotected == pl_module.round else self._executor
+        return filled_batches(executor) if self.unprotected == pl_module.round else self._executor
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Check the BN layers, and count the steps of this round."""

@@ -1,6 +1,6 @@
 """The executor that clips the gradient of each sample and adds noise."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,10 @@ from fl_lightning.execution.base import Executor
 from fl_lightning.models.dropout import Dropout
 
 
-class PerSampleExecutor(Executor):
-    """Executor that clips the gradient of each sample, adds noise to the sum, and divides by b.
+def per_sample_executor(clip: float, noise: float, expected: Mapping[int, float], samples: int) -> Any:
+    """Return an executor that clips the gradient of each sample, adds noise to the sum, and divides by b.
 
-    The gradient of a client is ``(1 / b) (sum_j min(1, C / (|g_j| + 1e-6)) g_j + N(0, sigma^2 C^2 I))``,
-    where b is the expected number of samples in a batch (Abadi et al., arXiv 1607.00133, Algorithm 1;
-    the 1e-6 are Opacus's). A batch without samples gives noise alone. Buffers do not change.
-
-    ``torch.func.vmap`` computes the samples, each as a batch of one with a copy of its client's
-    parameters. Samples of several clients are computed together if the run's executor computes
-    several clients at once.
+    Its attribute ``clients`` must be the run's executor.
 
     Args:
         clip: Largest norm C of a sample's gradient over all trained parameters.
@@ -33,8 +27,29 @@ class PerSampleExecutor(Executor):
         expected: Expected number of samples b in a batch of each client, by client id.
         samples: Number of samples that are computed at once. Each needs the memory of a gradient.
     """
+    return _PerSampleExecutor(clip, noise, expected, samples)
 
-    def __init__(self, clip: float, noise: float, expected: dict[int, float], samples: int) -> None:
+
+def filled_batches(executor: Executor) -> Executor:
+    """Return an executor for batches that may be empty: clients with no or one sample have the gradient 0.
+
+    A single sample has no batch statistics.
+    """
+    return _FilledBatches(executor)
+
+
+class _PerSampleExecutor(Executor):
+    """Executor of DP-SGD (Abadi et al., arXiv 1607.00133, Algorithm 1).
+
+    The gradient of a client is ``(1 / b) (sum_j min(1, C / (|g_j| + 1e-6)) g_j + N(0, sigma^2 C^2 I))``; the
+    1e-6 are Opacus's. A batch without samples gives noise alone. Buffers do not change.
+
+    ``torch.func.vmap`` computes the samples, each as a batch of one with a copy of its client's
+    parameters. Samples of several clients are computed together if the run's executor computes
+    several clients at once.
+    """
+
+    def __init__(self, clip: float, noise: float, expected: Mapping[int, float], samples: int) -> None:
         self.clip, self.noise, self.expected, self.samples = clip, noise, expected, samples
         self.clients: Executor | None = None  # the run's executor
 
@@ -150,15 +165,7 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-class FilledBatches(Executor):
-    """Executor in which clients with no or one sample have the gradient 0 and the loss 0.
-
-    A single sample has no batch statistics.
-
-    Args:
-        executor: Executor of all other clients.
-    """
-
+class _FilledBatches(Executor):
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
 

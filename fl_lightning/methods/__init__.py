@@ -20,6 +20,7 @@ from fl_lightning.methods.own_data import (
     weighed_accuracy,
 )
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
+from fl_lightning.methods.privacy import PrivateMethod
 from fl_lightning.methods.run_report import Drawing, MetricRows, Report, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
@@ -45,6 +46,7 @@ __all__ = [
     "Mode",
     "Observer",
     "PersonalEvaluation",
+    "PrivateMethod",
     "Report",
     "Table",
     "VariantEvaluation",

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from fl_lightning.batch_norm.swapping import evaluating
@@ -41,6 +40,7 @@ def epsilon_lower_bound(canaries: int, guesses: int, right: int, delta: float) -
         >>> round(epsilon_lower_bound(200, 100, 90, 1e-5), 2)
         1.63
     """
+    from scipy.stats import binom  # slow to import
 
     def probability(epsilon: float) -> float:
         chance = 1 / (1 + torch.exp(torch.tensor(-epsilon)).item())

@@ -54,6 +54,7 @@ PARTS = {
     "Companion",  # of the verification
     "FoundFreezing",  # a base of methods
     "Observer",  # a base of observers
+    "PrivateMethod",  # a base of methods
 }
 """What belongs to a class that can be named, or to the program."""
 

@@ -117,7 +117,9 @@ def test_configuration_runs_one_whole_round_and_survives_being_printed_and_read_
     assert cli.trainer.global_step == 1
     plan = cli.model.plan
     steps = sum(plan.steps(client, 1) for client in plan.cohort(1))
-    assert cli.model.record.samples == steps * cli.datamodule.batch_size
+    poisson = getattr(cli.datamodule, "sampling", "epochs") == "poisson"  # batches differ in size
+    expected = pytest.approx(steps * cli.datamodule.batch_size, rel=0.2 if poisson else 0)
+    assert cli.model.record.samples == expected
 
 
 def nightly(*rows, stays):
