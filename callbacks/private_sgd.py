@@ -158,6 +158,10 @@ class PrivateSGD(PrivateMethod):
             # one client decides: the search takes seconds
             if not noise or epsilon_of((*release, (noise, rate, n)), self.delta, self.accountant) > epsilon:
                 noise = noise_for(epsilon, self.delta, rate, n, self.accountant, release)
+        if not noise:
+            raise ConfigurationError(
+                "PrivateSGD.epsilon: no client trains in the planned rounds; train longer, or set noise"
+            )
         return noise
 
     def step_executor(self, pl_module: FederatedModule, executor: Executor) -> Executor:

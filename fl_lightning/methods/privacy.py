@@ -178,6 +178,10 @@ class PrivateMethod(Report, FederatedCallback):
             ConfigurationError: Earlier rounds of the run had no such method, or another ``epsilon``.
         """
         name = type(self).__name__
+        if getattr(pl_module.data, "planted", None) is not None and pl_module.client.logs_itself:
+            raise ConfigurationError(
+                "data.canaries: the audit needs model.loss, which a LightningModule has not; leave canaries out"
+            )
         if pl_module.round - 1 != self.last_round:
             raise ConfigurationError(
                 f"{name}: rounds {self.last_round + 1} to {pl_module.round - 1} of the resumed run trained without it, so epsilon would be "

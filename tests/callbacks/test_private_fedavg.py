@@ -3,16 +3,18 @@
 import math
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 
-from fl_lightning import ClientFailures, ConfigurationError, FederatedCallback
+from fl_lightning import ClientFailures, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import Median
 from fl_lightning.callbacks import FBN, SCAFFOLD, Byzantine, FedBN, FedDyn, FixBN, PrivateFedAvg
+from fl_lightning.datamodules import TensorData
 from fl_lightning.execution.strategy import CohortStrategy
 from fl_lightning.methods.privacy import epsilon_of
 from fl_lightning.round.plan import sample_poisson
-from tests.support.helpers import SaveRounds, blobs, distance, federated_run, small_cnn
+from tests.support.helpers import SaveRounds, blobs, distance, federated_run, fit, small_cnn
 
 NEEDS = PrivateFedAvg.needs
 WITHOUT_PRIVACY = {"clip": math.inf, "noise": 0.0}
@@ -236,6 +238,30 @@ class TestRefusals:
         federated_run(SaveRounds(tmp_path), rounds=2)
         with pytest.raises(ConfigurationError, match="rounds 1 to 2 of the resumed run trained without it"):
             federated_run(PrivateFedAvg(1.0, 1.0), ckpt_path=tmp_path / "2.ckpt", rounds=3, **NEEDS)
+
+    def test_canaries_for_a_lightning_module(self):
+        class Module(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(4, 3)
+
+            def training_step(self, batch, batch_idx):
+                return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        features, targets = torch.randn(100, 4, dtype=torch.float64), torch.arange(100) % 3
+        given = {"test_features": features[:6], "test_targets": targets[:6], "num_clients": 2}
+        for canaries in (0, 40):
+            module = FederatedModule(Module().double(), local_steps=1, **NEEDS)
+            data, private = TensorData(features, targets, canaries=canaries, **given), PrivateFedAvg(0.5, 1.0)
+            if canaries:
+                with pytest.raises(ConfigurationError, match=r"^data\.canaries: the audit needs model\.loss"):
+                    fit(module, data, 2, [private])
+            else:
+                fit(module, data, 2, [private])
+                assert private.histories() == {"every client": ((1.0, 1.0, 2),)}
 
     def test_another_kind_of_cohorts(self):
         with pytest.raises(ConfigurationError, match=r"cohort_sampling: 'gaussian' must be one of"):

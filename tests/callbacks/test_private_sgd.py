@@ -301,6 +301,13 @@ class TestAccountant:
         ]
         assert private.planned_noise == pytest.approx(max(needed), rel=0.002)
 
+    def test_a_plan_in_which_nobody_trains_has_no_noise_to_find(self):
+        settings = {"participation": 0.001, "cohort_sampling": "poisson", "model": partial(small_cnn, "gn")}
+        with pytest.raises(
+            ConfigurationError, match=r"PrivateSGD\.epsilon: no client trains in the planned rounds"
+        ):
+            federated_run(PrivateSGD(0.5, epsilon=2.0), data=of_rates(blobs()), rounds=2, **settings)
+
     def test_without_noise_there_is_no_privacy_and_no_epsilon(self):
         private = PrivateSGD(0.5, 0.0)
         run = federated_run(private, data=poisson(0.3), model=torch.nn.Linear(4, 3).double())
