@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedCallback, FederatedModule
 from fl_lightning.aggregation import WeightedMean
-from fl_lightning.cohort.parts import treatments
-from fl_lightning.methods.privacy import PrivateMethod, noise_for
+from fl_lightning.cohort import treatments
+from fl_lightning.methods import PrivateMethod, noise_for
 from fl_lightning.randomness import generator
-from fl_lightning.round.policy import policy_stages, resolve_policy
+from fl_lightning.round import policy_stages, resolve_policy
 
 _AT_THE_SERVER = ("on_before_aggregate", "on_after_aggregate", "on_round_end")
 

@@ -8,12 +8,10 @@ import lightning as L
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.batch_norm import batch_norm_layers
-from fl_lightning.clients.label_weights import label_weights
+from fl_lightning.clients import label_weights
 from fl_lightning.errors import check_at_least, check_number
-from fl_lightning.execution.base import Executor
-from fl_lightning.execution.per_sample import filled_batches, per_sample_executor
-from fl_lightning.methods.privacy import PrivateMethod, epsilon_of, noise_for
-from fl_lightning.methods.private_statistics import release_statistics
+from fl_lightning.execution import Executor, filled_batches, per_sample_executor
+from fl_lightning.methods import PrivateMethod, epsilon_of, noise_for, release_statistics
 
 
 class PrivateSGD(PrivateMethod):

@@ -5,6 +5,7 @@ from copy import copy
 from torch import nn
 
 from fl_lightning.clients.evaluation import ServerEvaluation
+from fl_lightning.clients.label_weights import label_weights
 from fl_lightning.clients.lightning_module import LightningModuleTask, trains_itself
 from fl_lightning.clients.network import NetworkTask
 from fl_lightning.clients.task import ClientTask
@@ -18,6 +19,7 @@ __all__ = [
     "Segmentation",
     "ServerEvaluation",
     "Task",
+    "label_weights",
     "task_of",
 ]
 

@@ -2,6 +2,7 @@
 
 from fl_lightning.execution.base import Executor
 from fl_lightning.execution.graphs import GraphExecutor
+from fl_lightning.execution.per_sample import filled_batches, per_sample_executor
 from fl_lightning.execution.sequential import SequentialExecutor
 from fl_lightning.execution.vectorized import VectorizedExecutor, joint_executor
 
@@ -10,5 +11,7 @@ __all__ = [
     "GraphExecutor",
     "SequentialExecutor",
     "VectorizedExecutor",
+    "filled_batches",
     "joint_executor",
+    "per_sample_executor",
 ]

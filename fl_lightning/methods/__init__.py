@@ -20,7 +20,8 @@ from fl_lightning.methods.own_data import (
     weighed_accuracy,
 )
 from fl_lightning.methods.personal_evaluation import PersonalEvaluation
-from fl_lightning.methods.privacy import PrivateMethod
+from fl_lightning.methods.privacy import PrivateMethod, epsilon_of, noise_for
+from fl_lightning.methods.private_statistics import release_statistics
 from fl_lightning.methods.run_report import Drawing, MetricRows, Report, Table
 from fl_lightning.methods.running_statistics import (
     client_statistics,
@@ -55,6 +56,7 @@ __all__ = [
     "balanced_statistics",
     "client_statistics",
     "entropy_steps",
+    "epsilon_of",
     "evaluate_client",
     "evenly_spaced",
     "fine_tuned",
@@ -64,7 +66,9 @@ __all__ = [
     "mean_metrics",
     "measured_statistics",
     "moving_statistics",
+    "noise_for",
     "pooled_metrics",
+    "release_statistics",
     "sent_kinds",
     "server_statistics",
     "set_server_statistics",

@@ -125,6 +125,12 @@ class PrivateMethod(Report, FederatedCallback):
 
     Raises:
         ConfigurationError: A setting is out of range, or Opacus is not installed.
+
+    Example:
+        >>> method = PrivateMethod(clip=1.0, noise=1.0)
+        >>> method.count(0, noise=1.0, rate=0.01, steps=1000)
+        >>> round(method.epsilons()["client 0"], 6)
+        2.101365
     """
 
     unit = ""

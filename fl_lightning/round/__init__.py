@@ -7,7 +7,7 @@ from fl_lightning.round.communication import Communication, UpDown, add, total
 from fl_lightning.round.context import RunContext
 from fl_lightning.round.failures import ClientFailures
 from fl_lightning.round.module import FederatedModule
-from fl_lightning.round.policy import resolve_policy
+from fl_lightning.round.policy import policy_stages, resolve_policy
 from fl_lightning.round.server_update import aggregate
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "UpDown",
     "add",
     "aggregate",
+    "policy_stages",
     "resolve_policy",
     "sent_statistics_by_kind",
     "sent_vectors",
