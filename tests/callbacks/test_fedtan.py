@@ -468,7 +468,7 @@ def test_the_baseline_says_that_it_is_inferred(capsys):
 )
 def test_a_forward_pass_over_part_of_the_cohort_is_an_error(inner, message, monkeypatch):
     # an engine that forgets that a joint step needs the whole cohort
-    monkeypatch.setattr("fl_lightning.round.round.joint_executor", lambda *_: inner)
+    monkeypatch.setattr("fl_lightning.round.context.joint_executor", lambda *_: inner)
     with pytest.raises(ConfigurationError, match=message):
         train(small_cnn(), blobs(), 1, [FedTAN()], executor=inner)
     with pytest.raises(ConfigurationError, match="one forward pass over the whole cohort"):

@@ -39,7 +39,7 @@ def test_the_readme_leads_to_every_page():
 
 
 @pytest.mark.parametrize(
-    "words", [r"up to round {T\*}", r"{FixBN\*} also keeps", "a digest of the settings (`{da5bb648}`)"]
+    "words", [r"up to round {T\*}", r"{FixBN\*} also keeps", "a digest of the settings (`{48487f6a}`)"]
 )
 def test_the_readme_explains_a_term_where_it_first_stands(words):
     text = re.sub(r"!\[.*?\]|```.*?```", "", PAGES["README.md"].read_text(), flags=re.DOTALL)
