@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -59,17 +59,8 @@ class PrivateFedAvg(PrivateMethod):
     needs: ClassVar[Mapping[str, Any]] = {"weighting": "uniform", "cohort_sampling": "poisson"}
     unit = "all records of a client"
 
-    def __init__(
-        self,
-        clip: float,
-        noise: float | None = None,
-        epsilon: float | None = None,
-        delta: float = 1e-5,
-        accountant: Literal["rdp", "prv"] = "rdp",
-    ) -> None:
-        super().__init__(clip, noise, epsilon, delta, accountant)
-        self._rate = 0.0
-        self._before: dict[str, Tensor] = {}
+    _rate: float  # with which clients take part
+    _before: dict[str, Tensor]  # running statistics that the server has sent
 
     def on_train_start(self, trainer: L.Trainer, pl_module: FederatedModule) -> None:  # type: ignore[override]  # a run's module has this type
         """Check that the run suits, and compute the noise."""

@@ -1,6 +1,7 @@
 """The executor that clips the gradient of each sample and adds noise."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -85,15 +86,16 @@ class _PerSampleExecutor(Executor):
         samples = tree_map(lambda *parts: torch.cat(parts).unsqueeze(1), batches[0], *batches[1:])
         owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes))
         places = torch.cat([torch.arange(size) for size in sizes])
+        index = cohort.index([*rows])
+        state = cohort.params.copies(index), cohort.buffers.copies(index)
         losses = torch.zeros(len(rows), device=task.device)
         for first in range(0, len(owners), self.samples):
             part = slice(first, first + self.samples)
-            chunk = tree_map(lambda leaf: leaf[part], samples)  # noqa: B023  # used at once
-            found, gradients = self._gradients(task, cohort, rows, chunk, owners[part], places[part])
-            squares = sum(x.flatten(1).square().sum(1) for x in gradients.values())
-            norms = squares.sqrt()  # type: ignore[union-attr]  # the sum is a tensor
+            chunk = tree_map(itemgetter(part), samples)
+            found, gradients = self._gradients(task, cohort, state, chunk, owners[part], places[part])
+            norms = torch.stack([x.flatten(1).square().sum(1) for x in gradients.values()]).sum(0).sqrt()
             # a sample without a finite gradient adds nothing: otherwise it would decide whether its client diverges
-            factors = torch.where(norms.isfinite(), (self.clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
+            factors = (self.clip / (norms + 1e-6)).clamp(max=1.0).nan_to_num(0.0)
             done = 0
             # client by client, as a gradient that is not finite must not reach another client
             for owner, count in enumerate(owners[part].bincount(minlength=len(rows)).tolist()):
@@ -111,22 +113,29 @@ class _PerSampleExecutor(Executor):
         self,
         task: ClientTask,
         cohort: RoundCohort,
-        rows: Sequence[int],
+        state: tuple[dict[str, Tensor], dict[str, Tensor]],
         batch: Any,
         owners: Tensor,
         places: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the losses and gradients ``[n, ...]`` of single samples."""
-        index, row_of = cohort.index([*rows]), _sent(owners, task.device)
+        """Return the losses and gradients ``[n, ...]`` of single samples.
 
-        def of_samples(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            if len(rows) == 1:
-                return {name: x.expand(len(owners), *x.shape[1:]) for name, x in tensors.items()}
-            return {name: x[row_of] for name, x in tensors.items()}
+        Args:
+            task: What a client computes.
+            cohort: The round's cohort.
+            state: Parameters and buffers ``[clients, ...]`` of some clients, by name.
+            batch: The samples, each as a batch of one.
+            owners: Client of each sample, as an index into ``state``.
+            places: Number of each sample in its client's batch.
+        """
+        row_of = _sent(owners, task.device)
 
-        params = {n: x.requires_grad_() for n, x in of_samples(cohort.params.copies(index)).items()}
+        def of_samples(x: Tensor) -> Tensor:
+            return x.expand(len(owners), *x.shape[1:]) if len(x) == 1 else x[row_of]
+
+        params = {n: of_samples(x).requires_grad_() for n, x in state[0].items()}
         # clone: samples must not share the memory of a buffer
-        buffers = {n: x.clone() for n, x in of_samples(cohort.buffers.copies(index)).items()}
+        buffers = {n: of_samples(x).clone() for n, x in state[1].items()}
         keys = {f"{n}.key" for n, layer in task.model.named_modules() if isinstance(layer, Dropout)}
         for name in keys & buffers.keys():  # each sample of a batch has its own mask
             buffers[name] = (buffers[name] + _sent(places, task.device)) & (2**63 - 1)

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 import lightning as L
@@ -29,7 +30,7 @@ _MOST_NOISE = 1e4
 
 def _opacus(user: str) -> None:
     try:
-        import opacus.accountants  # noqa: F401
+        import_module("opacus.accountants")
     except ImportError as error:
         raise ConfigurationError(
             f"{user}: its accountant is that of Opacus, which is not installed; run pip install 'fl_lightning[privacy]'"

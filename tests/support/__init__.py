@@ -11,6 +11,7 @@ Methods
     contract: every method with the settings in which it is tested
     broken_callbacks: callbacks that are each wrong in one way
     added_layers: methods that add layers with trainable parameters
+    private: federations whose batches are, or count as, Poisson samples
     readme_code: the methods of the README and of the pages on one's own methods
 
 LightningModules and data
