@@ -19,6 +19,7 @@ def session(tmp_path_factory):
             patch.setenv(name, str(home))
         import wandb
 
+        wandb.teardown()  # of a session that earlier tests of this process began, which keeps their mode
         yield home
         wandb.teardown()
 
