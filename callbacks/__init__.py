@@ -29,6 +29,8 @@ from fl_lightning.callbacks.observers.batch_norm_diagnostics import BatchNormDia
 from fl_lightning.callbacks.observers.classifier_bias import ClassifierBias
 from fl_lightning.callbacks.observers.client_evaluation import ClientEvaluation
 from fl_lightning.callbacks.observers.communication_ledger import CommunicationLedger
+from fl_lightning.callbacks.observers.gradient_inversion import GradientInversion
+from fl_lightning.callbacks.observers.label_inference import LabelInference
 from fl_lightning.callbacks.observers.participation_gap import ParticipationGap
 from fl_lightning.callbacks.observers.statistics_sources import StatisticsSources
 from fl_lightning.callbacks.private_fedavg import PrivateFedAvg
@@ -63,7 +65,9 @@ __all__ = [
     "FedRep",
     "FedTAN",
     "FixBN",
+    "GradientInversion",
     "HybridBN",
+    "LabelInference",
     "MaintainedMomentum",
     "MomentMatching",
     "ParticipationGap",

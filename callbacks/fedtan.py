@@ -81,8 +81,9 @@ class TANBatchNorm(SwappedBatchNorm):
         each = [0, *range(2, inputs.dim())]
         values = inputs.to(self.running_mean.dtype)
         mean = self.joint.mean(values.mean(each, keepdim=True))
-        # the gradient of the variance with respect to mu is 0: sum(x - mu) over all clients is 0
-        variance = self.joint.mean((values - mean.detach()).square().mean(each, keepdim=True))
+        # no gradient of the variance flows through another mean than that of all clients, where it is 0
+        center = mean if self.joint.backward == "aggregated" else mean.detach()
+        variance = self.joint.mean((values - center).square().mean(each, keepdim=True))
         self._track(mean.flatten(), self.joint.unbiased(variance.flatten(), inputs))
         output = (values - mean) / (variance + self.eps).sqrt()
         if self.affine:

@@ -68,7 +68,7 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
                 without_dropout.enter_context(evaluating(layer))
         pl_module.client.slots = StateSlots(pl_module.model)
         try:
-            clients = _beside(pl_module, cohort, common=False)
+            clients = cohort_beside(pl_module, cohort, common=False)
             batches = pl_module.client_batches(clients, everyone, 0)
 
             def compute() -> None:
@@ -76,15 +76,15 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
                 if rows != everyone:
                     part = BatchStack(batches=[batches.batches()[row] for row in rows])
                 if rows:
-                    _executor(pl_module).backward(pl_module.client, clients, part.map(copied), rows)
+                    first_executor(pl_module).backward(pl_module.client, clients, part.map(copied), rows)
 
             ranks.exchange(compute)
             if not joint:
                 ranks.complete([*clients.grads.blocks.values(), *clients.buffers.blocks.values()])
-            twin = _beside(pl_module, cohort, common=True) if union else None
+            twin = cohort_beside(pl_module, cohort, common=True) if union else None
             if twin is not None:
                 with averaging_by(lambda statistic, _: mean_of_all(statistic, 1)):
-                    _executor(pl_module).backward(pl_module.client, twin, batches.union(), [0])
+                    first_executor(pl_module).backward(pl_module.client, twin, batches.union(), [0])
         finally:
             pl_module.client.slots = slots
     sizes = torch.tensor(batches.sizes(), dtype=torch.float64)
@@ -99,7 +99,7 @@ def first_step(pl_module: FederatedModule, cohort: Cohort, *, union: bool = True
     )
 
 
-def _beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -> RoundCohort:
+def cohort_beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -> RoundCohort:
     """Return a second cohort for this round, whose clients start as in ``cohort``.
 
     Args:
@@ -129,7 +129,8 @@ def _beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -> Roun
     return copy
 
 
-def _executor(pl_module: FederatedModule) -> Executor:
+def first_executor(pl_module: FederatedModule) -> Executor:
+    """Return an executor of a round's first local step that computes with the server's model."""
     joint = pl_module.joint_method
     if joint is not None:
         return joint_executor(joint)

@@ -260,9 +260,8 @@ class PrivateMethod(Report, FederatedCallback):
 
         The accountant ``prv`` is too slow for rounds before the last one.
         """
-        every = pl_module.trainer.check_val_every_n_epoch or 1
         is_last = pl_module.round == pl_module.planned_rounds
-        if self.planned_noise and (is_last or (self.accountant == "rdp" and pl_module.round % every == 0)):
+        if self.planned_noise and (is_last or (self.accountant == "rdp" and pl_module.evaluates_now)):
             pl_module.log_numbers({self.metric: max(self.epsilons().values(), default=0.0)})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]  # a run's module has this type

@@ -107,6 +107,12 @@ class RunContext(L.LightningModule):
         return self.total_rounds
 
     @property
+    def evaluates_now(self) -> bool:
+        """Whether this round is the last one, or an evaluation follows it."""
+        every = self.trainer.check_val_every_n_epoch or 1
+        return self.round % every == 0 or self.round == self.planned_rounds
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """Names of the model parts that methods treat separately, such as ``"fc"``."""
         if self._parts is None:

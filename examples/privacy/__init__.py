@@ -1,0 +1,1 @@
+"""Private training from public weights: see docs/privacy.md."""

@@ -1,0 +1,264 @@
+"""Gradient inversion: what is attacked, what the attacker knows, and what the attack shows."""
+
+from contextlib import nullcontext
+from itertools import permutations
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import ConfigurationError, VectorizedExecutor
+from fl_lightning.callbacks import (
+    FBN,
+    FedBN,
+    FedTAN,
+    FixBN,
+    GradientInversion,
+    PrivateSGD,
+    SiloBN,
+)
+from fl_lightning.callbacks.observers import gradient_inversion, simulated_steps
+from fl_lightning.datamodules import Digits, TensorData
+from fl_lightning.models.norm import make_norm
+from fl_lightning.testing import train
+from tests.support.helpers import blobs, federated_run, small_cnn, uneven_clients
+from tests.support.lightning_sites import Lit, federated, sites
+
+SHORT = {"batch_sizes": [2], "clients": 2, "iterations": 3}
+
+
+def attacked(*callbacks, norm="bn", data=blobs, rounds=1, trainer=None, **settings):
+    """The observer and the metrics of each round."""
+    observer = GradientInversion(**{**SHORT, **settings})
+    run = federated_run(
+        *callbacks, observer, model=small_cnn(norm, 0.0), data=data, rounds=rounds, trainer=trainer
+    )
+    return observer, run.rows
+
+
+def known(observer):
+    return {(row[0], row[2]) for row in observer.history}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "norm", "second"),
+    [
+        (list, "bn", {1, 2, 3}),
+        (lambda: [FBN()], "bn", {1, 2, 3}),
+        (lambda: [FedTAN()], "bn", {1, 2, 3}),
+        (lambda: [FixBN(freeze_round=1)], "bn", {1, 2, 3}),
+        (lambda: [SiloBN()], "bn", set()),
+        (lambda: [FedBN()], "bn", set()),
+        (list, "gn", set()),
+    ],
+)
+def test_the_second_attack_needs_statistics_that_the_server_knows(callbacks, norm, second):
+    observer, rows = attacked(*callbacks(), norm=norm, rounds=3)
+    assert {number for number, name in known(observer) if name == "and BN"} == second
+    for number, row in rows.items():
+        assert ("privacy/psnr_batch_2_statistics" in row) == (number in second)
+
+
+def test_statistics_are_the_batches_before_freezing_and_the_servers_after_it(monkeypatch):
+    seen = []
+    deviation = gradient_inversion._deviation
+    monkeypatch.setattr(
+        gradient_inversion,
+        "_deviation",
+        lambda step, known, places: seen.append(known) or deviation(step, known, places),
+    )
+    model = small_cnn("bn", 0.0)
+    observer = GradientInversion(batch_sizes=[8], clients=2, iterations=1)
+    states = federated_run(FixBN(freeze_round=1), observer, model=model, data=blobs(), rounds=2).states
+    batch = torch.stack([blobs_batch(row)[0] for row in (0, 1)])
+    first = nn.functional.conv2d(batch.flatten(0, 1), *initial_convolution()).unflatten(0, (2, 8))
+    torch.testing.assert_close(seen[0]["1"][0], first.mean((1, 3, 4)))
+    torch.testing.assert_close(seen[0]["1"][1], first.transpose(1, 2).flatten(2).var(2, correction=0))
+    for part, name in enumerate(("running_mean", "running_var")):
+        torch.testing.assert_close(seen[1]["1"][part], states[1][f"1.{name}"].expand(2, -1))
+
+
+def blobs_batch(client):
+    data = blobs()
+    data.setup("fit")
+    return data.cohort_batch([client], [0]).batches()[0]
+
+
+def initial_convolution():
+    layer = small_cnn("bn", 0.0)[0].double()
+    return layer.weight.detach(), layer.bias.detach()
+
+
+@pytest.mark.parametrize("method", ["BN", "FixBN", "FBN", "FedTAN", "SiloBN", "GN"])
+def test_samples_of_a_shallow_smooth_network_are_reconstructed_with_every_method(method):
+    """A wrong derivative of a layer with respect to the batch would hide what a method gives away."""
+    callbacks = {"FixBN": [FixBN(freeze_round=2)], "FBN": [FBN()], "FedTAN": [FedTAN()], "SiloBN": [SiloBN()]}
+    norm = "gn" if method == "GN" else "bn"
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3), make_norm(norm, 8), nn.Tanh()),
+        *(nn.Conv2d(8, 8, 3), make_norm(norm, 8), nn.Tanh()),
+        *(nn.Flatten(), nn.Linear(128, 10)),
+    )
+    observer = GradientInversion(batch_sizes=[1], clients=2, iterations=250)
+    data = Digits(num_clients=2, batch_size=20)
+    train(model, data, 3, [*callbacks.get(method, []), observer], {"check_val_every_n_epoch": 3})
+    found = {
+        label: [row[4] for row in observer.history if row[2] == label] for label in ("gradient", "mean image")
+    }
+    assert min(found["gradient"]) > max(found["mean image"]) + 10
+
+
+def test_noise_of_differential_privacy_reaches_the_attacker():
+    targets = {}
+    for name, settings in {
+        "exact": {"clip": 1e9, "noise": 0.0},
+        "noisy": {"clip": 0.1, "noise": 10.0},
+    }.items():
+        torch.manual_seed(0)
+        data = TensorData(
+            torch.randn(60, 4), torch.arange(60) % 3, num_clients=2, batch_size=20, sampling="poisson"
+        )
+        observer = GradientInversion(batch_sizes=[1], clients=2, iterations=300)
+        train(nn.Linear(4, 3), data, 1, [PrivateSGD(**settings), observer])
+        targets[name] = [row[4] for row in observer.history if row[2] == "gradient"]
+    assert min(targets["exact"]) > max(targets["noisy"]) + 5
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_it_attacks_rounds_with_an_evaluation_and_the_last(every):
+    observer, _ = attacked(rounds=3, trainer={"check_val_every_n_epoch": every})
+    assert {row[0] for row in observer.history} == ({1, 2, 3} if every == 1 else {2, 3})
+
+
+def test_the_metric_is_the_mean_over_clients_of_the_best_order():
+    observer, rows = attacked(rounds=1)
+    for label, name in {"gradient": "", "and BN": "_statistics", "mean image": "_mean_image"}.items():
+        values = [row[4] for row in observer.history if row[2] == label]
+        assert len(values) == 2
+        assert rows[1][f"privacy/psnr_batch_2{name}"] == pytest.approx(sum(values) / 2)
+    true, guess = torch.rand(3, 2, 4, 4), torch.rand(3, 2, 4, 4)
+    best = min((guess[[*order]] - true).square().mean() for order in permutations(range(3)))
+    matched = gradient_inversion._matched(guess, true)
+    assert (matched - true).square().mean() == best
+    psnr = gradient_inversion._psnr(matched, true, 2.0)
+    assert psnr == pytest.approx(float(10 * torch.log10(4 / best)), abs=1e-4)
+
+
+def test_the_mean_image_is_that_of_all_clients_samples():
+    observer, _ = attacked(rounds=1, clients=1)
+    batches = torch.stack([blobs_batch(client)[0][:2] for client in range(3)])
+    error = (batches[0] - batches.flatten(0, 1).mean(0)).square().mean()
+    span = batches.max() - batches.min()
+    (value,) = [row[4] for row in observer.history if row[2] == "mean image"]
+    assert value == pytest.approx(float(10 * torch.log10(span**2 / error)), abs=1e-3)
+
+
+def test_clients_with_too_few_samples_are_left_out():
+    observer, rows = attacked(data=uneven_clients((8, 3, 5)), batch_sizes=[4, 9], clients=3)
+    assert {(row[1], row[3]) for row in observer.history} == {(4, 0), (4, 2)}
+    assert not any("batch_9" in name for name in rows[1])
+
+
+def test_its_results_do_not_depend_on_the_executor():
+    first, second = (
+        federated_run(
+            observer := GradientInversion(**SHORT),
+            model=small_cnn("bn", 0.0),
+            data=blobs(),
+            rounds=2,
+            **settings,
+        )
+        and observer.history
+        for settings in ({}, {"executor": VectorizedExecutor()})
+    )
+    assert [row[:4] for row in first] == [row[:4] for row in second]
+    assert [row[4] for row in first] == pytest.approx([row[4] for row in second], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("callbacks", [list, lambda: [FedTAN()]])
+def test_nor_on_the_number_of_ranks(callbacks):
+    one, two = (
+        attacked(*callbacks(), rounds=2, trainer={"devices": ranks, "strategy": "cohort"})[0].history
+        for ranks in (1, 2)
+    )
+    assert len(one) == 12
+    assert one == two
+
+
+def test_a_figure_and_a_table_show_the_attack():
+    observer = GradientInversion(**SHORT)
+    model = small_cnn("bn", 0.0, channels=1)
+    federated_run(observer, model=model, data=blobs(shape=(1, 6, 6)), rounds=1)
+    assert observer.tables()["inversion"].columns == ("round", "batch size", "known", "client", "psnr")
+    assert [*observer.images] == ["batch of 2"]
+    assert {name: images.shape for name, images in observer.images["batch of 2"].items()} == dict.fromkeys(
+        ("true", "gradient", "and BN"), (4, 1, 6, 6)
+    )
+    figure = observer.figures([])["inversion"](["title"])
+    assert sum(len(axes.images) for axes in figure.axes) == 12
+
+
+def test_inputs_that_are_no_images_have_no_figure():
+    observer, _ = attacked(rounds=1)  # two channels
+    assert observer.history
+    assert not observer.figures([])
+
+
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({"clients": 0}, "clients"),
+        ({"iterations": 0}, "iterations"),
+        ({"batch_sizes": [1, 0]}, "batch_sizes"),
+    ],
+)
+def test_wrong_settings_are_named(settings, place):
+    with pytest.raises(ConfigurationError, match=f"GradientInversion.{place} must be at least 1, found 0"):
+        GradientInversion(**settings)
+
+
+class Attention(nn.Module):
+    """Tokens are the rows of an image."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(36, 3)
+
+    def forward(self, images):
+        tokens = images[:, 0]
+        return self.head(self.layer(tokens).flatten(1))
+
+
+class Attend(nn.Module):
+    def forward(self, tokens):
+        return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens)
+
+
+def test_networks_with_attention_are_attacked_and_those_without_second_derivative_refused(monkeypatch):
+    observer = GradientInversion(**SHORT)
+    federated_run(observer, model=Attention(Attend()).double(), data=blobs, rounds=1)
+    assert len(observer.history) == 4
+    # the kernel that torch chooses has no second derivative
+    monkeypatch.setattr(simulated_steps, "sdpa_kernel", lambda kind: nullcontext())
+    with pytest.raises(ConfigurationError, match=r"differentiates Attention twice .*not implemented"):
+        federated_run(observer, model=Attention(Attend()).double(), data=blobs, rounds=1)
+
+
+def test_a_model_that_has_diverged_ends_no_run():
+    model = small_cnn("gn", 0.0)
+    nn.init.constant_(model[8].weight, float("nan"))
+    observer = GradientInversion(**SHORT)
+    federated_run(observer, model=model, data=blobs, rounds=1, on_divergence="record")
+    assert all(0 < row[4] < 60 for row in observer.history)
+
+
+def test_a_lightning_module_is_refused():
+    with pytest.raises(ConfigurationError, match="GradientInversion: a LightningModule's training_step"):
+        federated(Lit(), GradientInversion(), data=sites())
+
+
+def test_batches_that_are_no_pairs_of_numbers_and_targets_are_refused():
+    with pytest.raises(ConfigurationError, match="must be a pair of floating-point inputs and targets"):
+        gradient_inversion._first((torch.arange(3), torch.arange(3)), 1)

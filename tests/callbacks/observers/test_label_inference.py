@@ -1,0 +1,145 @@
+"""A client's label mix from what it sends: exact where the mixture is exact, and only from what is sent."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning import ConfigurationError, FederatedDataModule, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FedTAN, FixBN, LabelInference, PrivateSGD, SiloBN
+from fl_lightning.callbacks.observers import label_inference
+from fl_lightning.datamodules import Digits, Dirichlet
+from fl_lightning.models import BNProbe, LeNet
+from tests.support.helpers import ArrayClient, federated_run
+from tests.support.lightning_sites import Lit, federated, sites
+
+METRICS = "privacy/label_error_"
+COUNTS = ((6, 2, 0), (1, 3, 4))
+
+
+def of_labels(counts, spread=0.0, seed=0):
+    """Inputs and labels: the samples of a class are equal, apart from noise."""
+    labels = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    noise = torch.randn(len(labels), 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.eye(3, 4, dtype=torch.float64)[labels] + spread * noise, labels
+
+
+def clients(counts=COUNTS, server=(3, 3, 3), spread=0.0):
+    """Clients whose only batch is all their data."""
+    own = [ArrayClient(*of_labels(count, spread, seed), sum(count)) for seed, count in enumerate(counts)]
+    return FederatedDataModule(own, ArrayClient(*of_labels(server, spread, 9), 8))
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def errors(*callbacks, data=clients, model=network, rounds=1, samples=20, **settings):
+    """The metrics of each round, by the end of their names."""
+    observer = LabelInference(samples)
+    run = federated_run(
+        *callbacks, observer, data=data, model=model, rounds=rounds, **{"local_steps": 1, **settings}
+    )
+    return {
+        number: {name.removeprefix(METRICS): x for name, x in row.items() if name.startswith(METRICS)}
+        for number, row in run.rows.items()
+    }
+
+
+@pytest.mark.parametrize("executor", [None, VectorizedExecutor()])
+def test_one_step_of_a_network_without_bn_gives_the_label_mix_away(executor):
+    for row in errors(rounds=3, executor=executor).values():
+        assert row.keys() == {"update", "guess"}
+        assert row["update"] < 1e-6
+        # the server has a third of each class: half of |6/8-1/3| + |2/8-1/3| + 1/3, and of |1/8-1/3| + ...
+        assert row["guess"] == pytest.approx((5 / 12 + (5 / 24 + 1 / 24 + 4 / 24) / 2) / 2)
+
+
+@pytest.mark.parametrize(
+    "callbacks", [list, lambda: [FBN()], lambda: [FBN(wire="batch")], lambda: [FedTAN()]]
+)
+def test_so_do_the_means_of_a_layer_that_sees_the_inputs(callbacks):
+    row = errors(*callbacks(), model=lambda: BNProbe(3, 4))[1]
+    assert row.keys() == {"update", "statistics", "both", "guess"}
+    assert row["statistics"] < 1e-6
+    assert row["both"] < row["guess"]
+
+
+def test_statistics_that_clients_keep_are_not_attacked():
+    assert errors(SiloBN(), model=lambda: BNProbe(3, 4))[1].keys() == {"update", "guess"}
+    rows = errors(FixBN(freeze_round=1), model=lambda: BNProbe(3, 4), rounds=2)
+    assert [("statistics" in row, "both" in row) for row in rows.values()] == [(True, True), (False, False)]
+
+
+def test_several_steps_and_samples_that_differ_leave_an_error_below_that_of_the_guess():
+    row = errors(data=lambda: clients(spread=0.3), local_steps=4)[1]
+    assert 1e-3 < row["update"] < row["guess"]
+
+
+def test_an_update_of_another_scale_gives_the_same():
+    assert errors(client_optimizer=partial(torch.optim.SGD, lr=1e-3))[1]["update"] < 1e-6
+
+
+def test_clients_that_send_nothing_about_labels_are_guessed_evenly():
+    assert label_inference._shares(torch.eye(3, 5).double(), torch.zeros(5).double()).tolist() == [0, 0, 0]
+    row = errors(client_optimizer=partial(torch.optim.SGD, lr=0.0))[1]
+    assert row["update"] == pytest.approx(row["guess"])  # the validation data are even, too
+
+
+def test_shares_are_a_least_squares_solution_without_negative_shares():
+    signs = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert label_inference._shares(signs, 2 * signs[0] + signs[2]).tolist() == pytest.approx([2, 0, 1])
+    assert label_inference._shares(signs, -signs[0])[0] == 0
+
+
+def test_the_true_mix_is_that_of_the_clients_data_if_the_data_know_it():
+    data = Digits(num_clients=3, batch_size=20, partition=Dirichlet(0.3), val_fraction=0.2)
+    observer = LabelInference()
+    federated_run(observer, data=data, model=LeNet(in_channels=1, image_size=8, norm="none"), rounds=1)
+    assert observer._mixes.tolist() == data.class_histograms()[:3]
+
+
+def test_noise_of_differential_privacy_hides_the_mix():
+    found = {}
+    for noise in (0.0, 50.0):
+        data = Digits(
+            num_clients=3, batch_size=100, partition=Dirichlet(0.1), val_fraction=0.2, sampling="poisson"
+        )
+        model = LeNet(in_channels=1, image_size=8, norm="none")
+        row = errors(PrivateSGD(clip=1.0, noise=noise), data=data, model=model)[1]
+        found[noise] = row["update"] / row["guess"]
+    assert found[0.0] < 0.5 < found[50.0]
+
+
+def test_rounds_without_an_evaluation_are_not_attacked():
+    run = federated_run(
+        LabelInference(), data=clients, model=network, rounds=5, trainer={"check_val_every_n_epoch": 2}
+    )
+    assert [number for number, row in run.rows.items() if METRICS + "update" in row] == [2, 4, 5]
+
+
+def test_a_class_without_validation_sample_is_named():
+    with pytest.raises(ConfigurationError, match="validation data have no sample of class 1"):
+        errors(data=lambda: clients(server=(3, 0, 3)))
+
+
+def test_data_without_labels_are_refused():
+    class Regression(ArrayClient):
+        def __init__(self, inputs, targets, batch_size):
+            super().__init__(inputs, targets.double()[:, None], batch_size)
+
+    own = [Regression(*of_labels(count), 8) for count in COUNTS]
+    data = FederatedDataModule(own, Regression(*of_labels((3, 3, 3)), 8))
+    with pytest.raises(
+        ConfigurationError, match="needs validation data of inputs and a label of each sample"
+    ):
+        errors(data=data, model=nn.Linear(4, 1).double(), loss=nn.MSELoss())
+
+
+def test_wrong_settings_and_a_lightning_module_are_refused():
+    with pytest.raises(ConfigurationError, match=r"LabelInference\.samples must be at least 1"):
+        LabelInference(0)
+    with pytest.raises(ConfigurationError, match="LabelInference: the server cannot simulate"):
+        federated(Lit(), LabelInference(), data=sites())
