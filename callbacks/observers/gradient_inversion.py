@@ -20,6 +20,7 @@ from fl_lightning.randomness import generator
 _RATE, _SMOOTHNESS, _PRIOR = 0.1, 1e-3, 0.1
 _MOST_SHOWN = 4
 _LABELS = {"": "gradient", "_statistics": "and BN", "_mean_image": "mean image"}
+_ENDINGS = {label: ending for ending, label in _LABELS.items()}
 
 
 class _Found(NamedTuple):
@@ -79,8 +80,8 @@ class GradientInversion(Report, Observer):
     """
 
     paper = "Geiping et al., arXiv 2003.14053 (an observer: measurement only)"
-    examples = ({}, {"batch_sizes": [2], "clients": 1, "iterations": 2})
-    saved = ("history", "images", "newest")
+    examples = ({"clients": 1, "iterations": 5}, {"batch_sizes": [2], "clients": 1, "iterations": 2})
+    saved = ("history", "images")
 
     def __init__(self, batch_sizes: Sequence[int] = (1, 4), clients: int = 3, iterations: int = 500) -> None:
         self.batch_sizes, self.clients, self.iterations = list(batch_sizes), clients, iterations
@@ -94,8 +95,7 @@ class GradientInversion(Report, Observer):
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
         self.history: list[tuple[int, int, str, int, float]] = []
-        self.images: dict[str, dict[str, Tensor]] = {}
-        self.newest: dict[str, float] = {}
+        self.images: list[tuple[str, dict[str, Tensor]]] = []
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check the clients' training, and reset all measurements unless the run is resumed."""
@@ -110,19 +110,11 @@ class GradientInversion(Report, Observer):
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Attack some clients, if an evaluation follows."""
         if pl_module.evaluates_now:
-            self.images, self.newest = {}, {}
-            try:
-                with isolate_rng():
-                    for size in self.batch_sizes:
-                        self._attack(pl_module, cohort, size)
-            except RuntimeError as error:
-                if "not implemented" not in str(error):
-                    raise
-                raise ConfigurationError(
-                    f"GradientInversion: the attack differentiates {type(pl_module.model).__name__} twice ({error}); leave it out of "
-                    "trainer.callbacks"
-                ) from error
-            pl_module.log_numbers(self.newest)
+            self.images = []
+            with isolate_rng():
+                for size in self.batch_sizes:
+                    self._attack(pl_module, cohort, size)
+            pl_module.log_numbers(self.result())
 
     def _attack(self, pl_module: FederatedModule, cohort: Cohort, size: int) -> None:
         """Attack batches of ``size`` samples, and log the results."""
@@ -147,16 +139,15 @@ class GradientInversion(Report, Observer):
                 )
         found = sources[""]
         sources["_mean_image"] = [_Found(one.client, one.true, mean.expand_as(one.true)) for one in found]
+        shown = {"true": _shown([one.true for one in found])}
         for source, results in sources.items():
-            values = [_psnr(one.guess, one.true, high - low) for one in results]
-            self.newest[f"privacy/psnr_batch_{size}{source}"] = sum(values) / len(values)
-            for one, value in zip(results, values, strict=True):
-                self.history.append((cohort.round, size, _LABELS[source], one.client, value))
-            if mean.dim() == 3 and len(mean) in (1, 3) and source != "_mean_image":
-                rows_shown = self.images.setdefault(
-                    f"batch of {size}", {"true": _shown([one.true for one in found])}
-                )
-                rows_shown[_LABELS[source]] = _shown([one.guess for one in results])
+            shown[_LABELS[source]] = _shown([one.guess for one in results])
+            self.history += [
+                (cohort.round, size, _LABELS[source], one.client, _psnr(one.guess, one.true, high - low))
+                for one in results
+            ]
+        if mean.dim() == 3 and len(mean) in (1, 3):
+            self.images.append((f"batch of {size}", shown))
 
     def _sources(
         self,
@@ -217,17 +208,19 @@ class GradientInversion(Report, Observer):
 
     def result(self) -> Mapping[str, float]:
         """Return the metrics of the newest attack."""
-        return self.newest
+        values: dict[str, list[float]] = {}
+        for number, size, label, _, psnr in self.history:
+            if number == self.history[-1][0]:
+                values.setdefault(f"privacy/psnr_batch_{size}{_ENDINGS[label]}", []).append(psnr)
+        return {name: sum(each) / len(each) for name, each in values.items()}
 
     def result_lines(self) -> Mapping[str, str]:
         """Return the PSNR of the newest attack on the smallest batch as text."""
-        name = f"privacy/psnr_batch_{min(self.batch_sizes)}"
-        if name not in self.newest:
+        metrics, name = self.result(), f"privacy/psnr_batch_{min(self.batch_sizes)}"
+        if name not in metrics:
             return {}
-        psnr, blind = self.newest[name], self.newest[f"{name}_mean_image"]
-        return {
-            "inverted gradient": f"PSNR {psnr:.1f} dB at batch size {min(self.batch_sizes)} (mean image {blind:.1f})"
-        }
+        line = f"PSNR {metrics[name]:.1f} dB at batch size {min(self.batch_sizes)} (mean image {metrics[f'{name}_mean_image']:.1f})"
+        return {"inverted gradient": line}
 
     def tables(self) -> Mapping[str, Table]:
         """Return the table ``inversion`` with the PSNR of each attack."""
@@ -236,7 +229,7 @@ class GradientInversion(Report, Observer):
 
     def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return the figure ``inversion`` of reconstructed images."""
-        images = self.images
+        images = dict(self.images)
         return {"inversion": lambda title: inversion_figure(images, title)} if images else {}
 
 

@@ -1,6 +1,5 @@
 """Gradient inversion: what is attacked, what the attacker knows, and what the attack shows."""
 
-from contextlib import nullcontext
 from itertools import permutations
 
 import pytest
@@ -17,11 +16,11 @@ from fl_lightning.callbacks import (
     PrivateSGD,
     SiloBN,
 )
-from fl_lightning.callbacks.observers import gradient_inversion, simulated_steps
+from fl_lightning.callbacks.observers import gradient_inversion
 from fl_lightning.datamodules import Digits, TensorData
 from fl_lightning.models.norm import make_norm
 from fl_lightning.testing import train
-from tests.support.helpers import blobs, federated_run, small_cnn, uneven_clients
+from tests.support.helpers import SaveRounds, blobs, federated_run, small_cnn, uneven_clients
 from tests.support.lightning_sites import Lit, federated, sites
 
 SHORT = {"batch_sizes": [2], "clients": 2, "iterations": 3}
@@ -192,12 +191,12 @@ def test_a_figure_and_a_table_show_the_attack():
     model = small_cnn("bn", 0.0, channels=1)
     federated_run(observer, model=model, data=blobs(shape=(1, 6, 6)), rounds=1)
     assert observer.tables()["inversion"].columns == ("round", "batch size", "known", "client", "psnr")
-    assert [*observer.images] == ["batch of 2"]
-    assert {name: images.shape for name, images in observer.images["batch of 2"].items()} == dict.fromkeys(
-        ("true", "gradient", "and BN"), (4, 1, 6, 6)
-    )
+    ((heading, images),) = observer.images
+    assert heading == "batch of 2"
+    labels = ("true", "gradient", "and BN", "mean image")
+    assert {name: each.shape for name, each in images.items()} == dict.fromkeys(labels, (4, 1, 6, 6))
     figure = observer.figures([])["inversion"](["title"])
-    assert sum(len(axes.images) for axes in figure.axes) == 12
+    assert sum(len(axes.images) for axes in figure.axes) == 16
 
 
 def test_inputs_that_are_no_images_have_no_figure():
@@ -236,14 +235,10 @@ class Attend(nn.Module):
         return nn.functional.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
-def test_networks_with_attention_are_attacked_and_those_without_second_derivative_refused(monkeypatch):
+def test_networks_with_attention_are_attacked():
     observer = GradientInversion(**SHORT)
     federated_run(observer, model=Attention(Attend()).double(), data=blobs, rounds=1)
     assert len(observer.history) == 4
-    # the kernel that torch chooses has no second derivative
-    monkeypatch.setattr(simulated_steps, "sdpa_kernel", lambda kind: nullcontext())
-    with pytest.raises(ConfigurationError, match=r"differentiates Attention twice .*not implemented"):
-        federated_run(observer, model=Attention(Attend()).double(), data=blobs, rounds=1)
 
 
 def test_a_model_that_has_diverged_ends_no_run():
@@ -252,6 +247,16 @@ def test_a_model_that_has_diverged_ends_no_run():
     observer = GradientInversion(**SHORT)
     federated_run(observer, model=model, data=blobs, rounds=1, on_divergence="record")
     assert all(0 < row[4] < 60 for row in observer.history)
+
+
+def test_a_resumed_run_keeps_earlier_attacks(tmp_path):
+    whole, _ = attacked(rounds=2)
+    observer, saves = GradientInversion(**SHORT), SaveRounds(tmp_path)
+    federated_run(observer, saves, model=small_cnn("bn", 0.0), data=blobs, rounds=1)
+    resumed = GradientInversion(**SHORT)
+    federated_run(resumed, model=small_cnn("bn", 0.0), data=blobs, rounds=2, ckpt_path=tmp_path / "1.ckpt")
+    assert resumed.history == whole.history
+    assert resumed.result() == whole.result()
 
 
 def test_a_lightning_module_is_refused():
