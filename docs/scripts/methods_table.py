@@ -46,6 +46,8 @@ FAMILIES = {
         "StatisticsSources",
         "AdaBN",
         "ParticipationGap",
+        "GradientInversion",
+        "LabelInference",
     ),
 }
 """Callbacks of each family, in the order of its table."""

@@ -111,6 +111,7 @@ def test_its_file_can_be_read_and_a_quick_scale_is_small(name):
         "shards_readings",
         "statistics_gain",
         "tabular",
+        "what_updates_reveal",
     )
 
 
