@@ -81,7 +81,7 @@ class TANBatchNorm(SwappedBatchNorm):
         each = [0, *range(2, inputs.dim())]
         values = inputs.to(self.running_mean.dtype)
         mean = self.joint.mean(values.mean(each, keepdim=True))
-        # no gradient of the variance flows through another mean than that of all clients, where it is 0
+        # the gradient through the mean of all clients is 0, but its derivative, which attacks need, is not
         center = mean if self.joint.backward == "aggregated" else mean.detach()
         variance = self.joint.mean((values - center).square().mean(each, keepdim=True))
         self._track(mean.flatten(), self.joint.unbiased(variance.flatten(), inputs))

@@ -119,6 +119,7 @@ def cohort_beside(pl_module: FederatedModule, cohort: Cohort, *, common: bool) -
         local_steps=[1] * count,
         policy=cohort.policy,
         optimizer=client.optimizer,
+        seed=pl_module.seed,
     )
     for rows, copies in ((cohort.params, copy.params), (cohort.buffers, copy.buffers)):
         for block in rows.layout:

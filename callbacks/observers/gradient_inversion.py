@@ -1,4 +1,4 @@
-"""Gradient inversion: Geiping et al., "Inverting Gradients", arXiv 2003.14053."""
+"""Gradient inversion, after Geiping et al., "Inverting Gradients", arXiv 2003.14053."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -7,10 +7,18 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
+from fl_lightning.batch_norm import averaging_by, mean_of_all
 from fl_lightning.callbacks.observers.gradient_deviation import cohort_beside, first_executor
-from fl_lightning.callbacks.observers.simulated_steps import SENT, Step, simulated_step
+from fl_lightning.callbacks.observers.simulated_steps import (
+    SENT,
+    Step,
+    first_batches,
+    simulated_step,
+    without_dropout,
+)
 from fl_lightning.client_data import BatchStack
 from fl_lightning.errors import check_at_least
 from fl_lightning.methods import Drawing, MetricRows, Observer, Report, Table, evenly_spaced
@@ -23,79 +31,98 @@ _LABELS = {"": "gradient", "_statistics": "and BN", "_mean_image": "mean image"}
 _ENDINGS = {label: ending for ending, label in _LABELS.items()}
 
 
-class _Found(NamedTuple):
-    client: int
-    true: Tensor
-    guess: Tensor
+class _Victims(NamedTuple):
+    """Clients that are attacked together.
+
+    Attributes:
+        rows: Clients of a simulated step, as indices into the cohort.
+        places: The attacked clients, as indices into ``rows``.
+        inputs: Inputs ``[rows, b, ...]``.
+        targets: Targets ``[rows, b, ...]``.
+    """
+
+    rows: list[int]
+    places: list[int]
+    inputs: Tensor
+    targets: Tensor
 
 
 class GradientInversion(Report, Observer):
     """Observer: how well training samples can be reconstructed from a client's first gradient.
 
     The attack runs in rounds that an evaluation follows, and in the last round. The attacker is a
-    server that knows the model, the method, the labels, the range of the inputs, and the gradient of
-    a client on a batch of 1 or 4 samples. The attacker seeks inputs whose gradient points in the
-    same direction, and which are smooth::
+    server that knows the model, the method, the labels, the range of the inputs, and a client's
+    gradient on a batch of 1 or 4 samples. The attacker seeks inputs whose gradient points in the same
+    direction, and which are smooth::
 
         1 - cos(gradient of the inputs, gradient of the client) + 0.001 total variation
 
-    by Adam from random inputs, with learning rate 0.1, which falls to 0.0001. A second attack also
-    knows BN statistics, and adds 0.1 times the squared relative deviation of the mean and the
-    variance of each BN layer's inputs from them, averaged over the layers. If clients send BN
-    statistics, they are the mean and variance of the batch, which an attacker can compute from what
-    the client sends after one local step. If BN statistics are frozen, they are the server's.
-    Otherwise there is no second attack.
+    by 500 steps of Adam from random inputs, with learning rate 0.1, which falls to 0.0001. The
+    paper's attack takes more steps, uses signs of gradients, and restarts.
+
+    A second attack also knows BN statistics. It adds 0.1 times the squared relative deviation of the
+    mean and the variance of each BN layer's inputs from them, averaged over the layers. If clients
+    send BN statistics, these are the mean and variance of the batch. The server can compute them
+    from what a client sends after one local step, except with HybridBN. If BN statistics are frozen,
+    these are the server's. Otherwise there is no second attack.
 
     The attack is lenient: clients in practice have larger batches, take several local steps, and
-    keep labels to themselves. With a joint forward pass (FedTAN), the attacker also knows the batches
-    of the other clients, in place of the statistics that they exchange. A failed attack proves
-    nothing, because a stronger one may succeed.
+    keep labels to themselves. The attacker also knows a client's local parameters, such as gamma and
+    beta of FedBN, and with a joint forward pass (FedTAN) the batches of the other clients. Dropout is
+    off. A failed attack proves nothing, because a stronger one may succeed.
 
     If a method changes the gradient at the client, the attack gets the changed gradient only for
-    ``PrivateSGD``, with other noise than the client's. It gets the gradient of the loss otherwise.
+    ``PrivateSGD``, with the client's noise. It gets the gradient of the loss otherwise.
 
-    The metrics are means over the attacked clients. The PSNR (peak signal-to-noise ratio) of a
-    reconstruction is ``10 log10(range^2 / mean squared error)`` in dB; samples of a batch are
-    matched so that the error is smallest.
+    The metrics are means over the attacked clients. Samples of a batch are matched so that the
+    squared error is smallest.
 
-    - ``privacy/psnr_batch_<b>``: PSNR of reconstructions from batches of b samples.
-    - ``privacy/psnr_batch_<b>_statistics``: PSNR of the second attack.
-    - ``privacy/psnr_batch_<b>_mean_image``: PSNR of the mean of all inputs, which needs no attack.
+    - ``privacy/psnr_batch_<b>``: PSNR (peak signal-to-noise ratio) of the reconstructions from
+      batches of b samples, ``10 log10(range^2 / mean squared error)`` in dB.
+    - ``privacy/correlation_batch_<b>``: Mean correlation of a reconstruction with the true sample.
+      It does not depend on contrast. With BN and b = 1, and with GN, the gradient tells little of
+      the contrast.
+    - ``..._statistics``: The same for the second attack.
+    - ``..._mean_image``: The same for the mean of the other clients' first batches, which needs no
+      attack. Values below it mean that nothing was found.
 
-    Files: ``inversion.csv`` has the PSNR of each client. ``inversion.png`` shows reconstructed images
-    of the newest attack.
-
-    Attack only data that you are allowed to see.
+    Files: ``inversion.csv`` has the values of each client. ``inversion.png`` shows training images
+    and reconstructions of the newest attack. Attack only data that you are allowed to see.
 
     Args:
         batch_sizes: Numbers of samples of a batch, each at least 1. The first samples of the
-            client's first batch in this round are attacked.
+            client's first batch in this round are attacked. Clients with fewer samples are not.
         clients: Number of attacked clients, evenly spaced in the cohort.
         iterations: Number of steps of the attack. On a CPU, 500 steps on three clients of Digits
             with a ResNet-8 of width 8 take about 10 seconds, and three times as long for FedTAN.
 
     Raises:
-        ConfigurationError: A setting is out of range, or the clients' samples are no pairs of
-            floating-point inputs and targets.
+        ConfigurationError: A setting is out of range, the clients' samples are no pairs of
+            floating-point inputs and targets, or the model cannot be simulated.
     """
 
-    paper = "Geiping et al., arXiv 2003.14053 (an observer: measurement only)"
+    paper = "after Geiping et al., arXiv 2003.14053 (an observer: measurement only)"
     examples = ({"clients": 1, "iterations": 5}, {"batch_sizes": [2], "clients": 1, "iterations": 2})
-    saved = ("history", "images")
+    saved = ("history",)
 
     def __init__(self, batch_sizes: Sequence[int] = (1, 4), clients: int = 3, iterations: int = 500) -> None:
-        self.batch_sizes, self.clients, self.iterations = list(batch_sizes), clients, iterations
+        sizes = [*batch_sizes] if isinstance(batch_sizes, list | tuple) else []
+        if not sizes or len({*sizes}) < len(sizes):
+            raise ConfigurationError(
+                f"GradientInversion.batch_sizes: {batch_sizes!r} must be a list of different numbers, such as [1, 4]"
+            )
+        for size in sizes:
+            check_at_least(1, **{"GradientInversion.batch_sizes": size})
         check_at_least(
             1, **{"GradientInversion.clients": clients, "GradientInversion.iterations": iterations}
         )
-        for size in self.batch_sizes:
-            check_at_least(1, **{"GradientInversion.batch_sizes": size})
+        self.batch_sizes, self.clients, self.iterations = sizes, clients, iterations
         self.start_anew()
 
     def start_anew(self) -> None:
         """Reset all measurements for a new run."""
-        self.history: list[tuple[int, int, str, int, float]] = []
-        self.images: list[tuple[str, dict[str, Tensor]]] = []
+        self.history: list[tuple[int, int, str, int, float, float]] = []
+        self.images: dict[str, dict[str, Tensor]] = {}
 
     def configure_batch_norm(self, pl_module: FederatedModule) -> None:
         """Check the clients' training, and reset all measurements unless the run is resumed."""
@@ -108,165 +135,207 @@ class GradientInversion(Report, Observer):
             self.start_anew()
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Attack some clients, if an evaluation follows."""
-        if pl_module.evaluates_now:
-            self.images = []
-            with isolate_rng():
-                for size in self.batch_sizes:
-                    self._attack(pl_module, cohort, size)
-            pl_module.log_numbers(self.result())
-
-    def _attack(self, pl_module: FederatedModule, cohort: Cohort, size: int) -> None:
-        """Attack batches of ``size`` samples, and log the results."""
-        everyone = [*range(len(cohort))]
-        batches = [_first(batch, size) for batch in pl_module.client_batches(cohort, everyone, 0).batches()]
-        able = [row for row in everyone if len(batches[row][0]) == size]
-        victims = [able[index] for index in evenly_spaced(self.clients, len(able))]
-        if not victims:
+        """Attack some clients if an evaluation follows. In round 1, try the first step of the attack."""
+        if not pl_module.evaluates_now and cohort.round > 1:
             return
-        seen = torch.cat([inputs for inputs, _ in batches])
-        low, high, mean = float(seen.min()), float(seen.max()), seen.mean(0)
-        joint = pl_module.joint_method is not None
-        sources: dict[str, list[_Found]] = {}
-        for rows, places in (
-            [(everyone, [row]) for row in victims] if joint else [(victims, [*range(len(victims))])]
-        ):
-            known = tuple(torch.stack(part) for part in zip(*(batches[row] for row in rows), strict=True))
-            for source, guess in self._sources(pl_module, cohort, rows, places, known, (low, high)).items():
-                sources.setdefault(source, []).extend(
-                    _Found(cohort.client_ids[rows[place]], known[0][place], _matched(found, known[0][place]))
-                    for place, found in zip(places, guess, strict=True)
-                )
-        found = sources[""]
-        sources["_mean_image"] = [_Found(one.client, one.true, mean.expand_as(one.true)) for one in found]
-        shown = {"true": _shown([one.true for one in found])}
-        for source, results in sources.items():
-            shown[_LABELS[source]] = _shown([one.guess for one in results])
-            self.history += [
-                (cohort.round, size, _LABELS[source], one.client, _psnr(one.guess, one.true, high - low))
-                for one in results
-            ]
-        if mean.dim() == 3 and len(mean) in (1, 3):
-            self.images.append((f"batch of {size}", shown))
+        with isolate_rng():
+            batches = first_batches(pl_module, cohort, "GradientInversion")
+            if pl_module.evaluates_now:
+                self.images = {}
+            for size in self.batch_sizes:
+                for victims in self._victims(pl_module, batches, size):
+                    if pl_module.evaluates_now:
+                        self._attack(pl_module, cohort, batches, victims)
+                    else:
+                        self._step(pl_module, cohort, victims)
+        if pl_module.evaluates_now:
+            pl_module.log_numbers(self._metrics(cohort.round))
 
-    def _sources(
+    def _victims(
+        self, pl_module: FederatedModule, batches: Sequence[tuple[Tensor, Tensor]], size: int
+    ) -> list[_Victims]:
+        """Return the attacked clients. With a joint forward pass, each is attacked apart."""
+        able = [row for row, (inputs, _) in enumerate(batches) if len(inputs) >= size]
+        attacked = [able[index] for index in evenly_spaced(self.clients, len(able))]
+        if pl_module.joint_method is not None:
+            groups = [(able, [able.index(row)]) for row in attacked]
+        else:
+            groups = [(attacked, [*range(len(attacked))])] if attacked else []
+        return [
+            _Victims(
+                rows, places, *(torch.stack([batches[row][part][:size] for row in rows]) for part in (0, 1))
+            )
+            for rows, places in groups
+        ]
+
+    def _step(
+        self, pl_module: FederatedModule, cohort: Cohort, victims: _Victims, inputs: Tensor | None = None
+    ) -> Step:
+        size = victims.inputs.shape[1]
+        batch = victims.inputs if inputs is None else inputs, victims.targets
+        setting = f"GradientInversion.batch_sizes: {size}"
+        return simulated_step(pl_module, cohort, victims.rows, batch, setting)
+
+    def _attack(
         self,
         pl_module: FederatedModule,
         cohort: Cohort,
-        rows: list[int],
-        places: list[int],
-        known: tuple[Tensor, ...],
-        limits: tuple[float, float],
-    ) -> dict[str, Tensor]:
-        """Return reconstructions ``[places, b, ...]``, by what they use beside the gradient."""
-        gradients = _sent_gradients(pl_module, cohort, rows, known)
-        targets = [gradients[name][places] for name in gradients]
-        true, treatments = simulated_step(pl_module, cohort, rows, known), cohort.treatments
-        statistics: dict[str, tuple[Tensor, Tensor]] = {}
+        batches: Sequence[tuple[Tensor, Tensor]],
+        victims: _Victims,
+    ) -> None:
+        """Attack clients, and note the results."""
+        gradients = _sent_gradients(pl_module, cohort, victims)
+        size, seen = victims.inputs.shape[1], torch.cat([inputs for inputs, _ in batches])
+        low, high = float(seen.min()), float(seen.max())
+        # a client that sends no gradient or only one value gives nothing to measure
+        sends = torch.stack([value.flatten(1).any(1) for value in gradients.values()]).any(0)
+        places = [place for place in victims.places if sends[place] and low < high]
+        if not places:
+            return
+        victims = victims._replace(places=places)
+        known = self._statistics(pl_module, cohort, victims)
+        targets = [value[places] for value in gradients.values()]
+        guesses = {"": self._guess(pl_module, cohort, victims, targets, {}, (low, high))}
+        if known:
+            guesses["_statistics"] = self._guess(pl_module, cohort, victims, targets, known, (low, high))
+        true = victims.inputs[places]
+        others = [
+            [inputs for row, (inputs, _) in enumerate(batches) if row != victims.rows[place] and len(inputs)]
+            for place in places
+        ]
+        if all(others):
+            means = [torch.cat(each).mean(0).expand_as(true[0]) for each in others]
+            guesses["_mean_image"] = torch.stack(means)
+        shown = {"true": true}
+        for ending, guess in guesses.items():
+            matched = torch.stack([_matched(*pair) for pair in zip(guess, true, strict=True)])
+            shown[_LABELS[ending]] = matched
+            for place, found, wanted in zip(places, matched, true, strict=True):
+                client = cohort.client_ids[victims.rows[place]]
+                scores = _psnr(found, wanted, high - low), _correlation(found, wanted)
+                self.history.append((cohort.round, size, _LABELS[ending], client, *scores))
+        if true.dim() == 5 and true.shape[2] in (1, 3) and f"batch of {size}" not in self.images:
+            images = {label: batch.flatten(0, 1)[:_MOST_SHOWN].cpu() for label, batch in shown.items()}
+            self.images[f"batch of {size}"] = images
+
+    def _statistics(
+        self, pl_module: FederatedModule, cohort: Cohort, victims: _Victims
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the BN statistics that the server knows: mean and variance by layer."""
+        true, treatments = self._step(pl_module, cohort, victims), cohort.treatments
+        known: dict[str, tuple[Tensor, Tensor]] = {}
         for layer in true.means:
             names = f"{layer}.running_mean", f"{layer}.running_var"
             if treatments[names[0]] in SENT:
                 found = true.means[layer], true.variances[layer]
-                statistics[layer] = found[0][places].detach(), found[1][places].detach()
+                known[layer] = found[0][victims.places].detach(), found[1][victims.places].detach()
             elif treatments[names[0]] == "frozen":
-                mean, variance = (cohort.server_buffers[name].expand(len(places), -1) for name in names)
-                statistics[layer] = mean, variance
-        inputs, labels = known
+                mean, variance = (
+                    cohort.server_buffers[name].expand(len(victims.places), -1) for name in names
+                )
+                known[layer] = mean, variance
+        return known
+
+    def _guess(
+        self,
+        pl_module: FederatedModule,
+        cohort: Cohort,
+        victims: _Victims,
+        targets: Sequence[Tensor],
+        known: Mapping[str, tuple[Tensor, Tensor]],
+        limits: tuple[float, float],
+    ) -> Tensor:
+        """Return reconstructions ``[places, b, ...]``.
+
+        Args:
+            pl_module: The federated module.
+            cohort: The round's cohort.
+            victims: The attacked clients.
+            targets: The gradients that they send.
+            known: BN statistics that the attacker knows, by layer.
+            limits: Smallest and largest input.
+        """
+        places = victims.places
+        purpose = "gradient inversion"
         drawn = [
             torch.randn(
-                inputs[place].shape,
-                dtype=inputs.dtype,
+                victims.inputs.shape[1:],
+                dtype=victims.inputs.dtype,
                 generator=generator(
-                    pl_module.seed, "gradient inversion", cohort.round, cohort.client_ids[rows[place]]
+                    pl_module.seed, purpose, cohort.round, cohort.client_ids[victims.rows[place]]
                 ),
             )
             for place in places
         ]
-        first = pl_module.on_device(torch.stack(drawn))
+        guess = pl_module.on_device(torch.stack(drawn)).requires_grad_()
+        optimizer = torch.optim.Adam([guess], _RATE)
+        milestones = [self.iterations * part // 8 for part in (3, 5, 7)]
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
+        for _ in range(self.iterations):
+            inputs = victims.inputs.index_put((torch.tensor(places),), guess)
+            step = self._step(pl_module, cohort, victims, inputs)
+            sent = [value[places] for value in step.gradients.values()]
+            loss = _distance(sent, targets) + _SMOOTHNESS * _variation(guess)
+            if known:
+                loss = loss + _PRIOR * _deviation(step, known, places)
+            (guess.grad,) = torch.autograd.grad(loss.sum(), [guess])
+            optimizer.step()
+            schedule.step()
+            guess.data.clamp_(*limits)
+        # a model that has diverged gives no direction
+        found: Tensor = guess.detach().nan_to_num()
+        return found
 
-        def found_with(prior: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-            guess = first.clone().requires_grad_()
-            optimizer = torch.optim.Adam([guess], _RATE)
-            milestones = [self.iterations * part // 8 for part in (3, 5, 7)]
-            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
-            for _ in range(self.iterations):
-                tried = inputs.index_put((torch.tensor(places),), guess)
-                step = simulated_step(pl_module, cohort, rows, (tried, labels))
-                sent = [value[places] for value in step.gradients.values()]
-                loss = _distance(sent, targets) + _SMOOTHNESS * _variation(guess)
-                if prior:
-                    loss = loss + _PRIOR * _deviation(step, prior, places)
-                (guess.grad,) = torch.autograd.grad(loss.sum(), [guess])
-                optimizer.step()
-                schedule.step()
-                guess.data.clamp_(*limits)
-            # a model that has diverged gives no direction
-            found: Tensor = guess.detach().nan_to_num()
-            return found
-
-        return {"": found_with({}), **({"_statistics": found_with(statistics)} if statistics else {})}
+    def _metrics(self, number: int) -> dict[str, float]:
+        """Return the metrics of a round."""
+        values: dict[str, list[float]] = {}
+        for of_round, size, label, _, *scores in self.history:
+            if of_round == number:
+                for name, score in zip(("psnr", "correlation"), scores, strict=True):
+                    values.setdefault(f"privacy/{name}_batch_{size}{_ENDINGS[label]}", []).append(score)
+        return {name: sum(each) / len(each) for name, each in values.items()}
 
     def result(self) -> Mapping[str, float]:
         """Return the metrics of the newest attack."""
-        values: dict[str, list[float]] = {}
-        for number, size, label, _, psnr in self.history:
-            if number == self.history[-1][0]:
-                values.setdefault(f"privacy/psnr_batch_{size}{_ENDINGS[label]}", []).append(psnr)
-        return {name: sum(each) / len(each) for name, each in values.items()}
+        return self._metrics(self.history[-1][0]) if self.history else {}
 
     def result_lines(self) -> Mapping[str, str]:
-        """Return the PSNR of the newest attack on the smallest batch as text."""
-        metrics, name = self.result(), f"privacy/psnr_batch_{min(self.batch_sizes)}"
-        if name not in metrics:
+        """Return the result of the newest attack on the smallest batch as text."""
+        metrics, size = self.result(), min(self.batch_sizes)
+        if f"privacy/psnr_batch_{size}" not in metrics:
             return {}
-        line = f"PSNR {metrics[name]:.1f} dB at batch size {min(self.batch_sizes)} (mean image {metrics[f'{name}_mean_image']:.1f})"
+        line = "PSNR {:.1f} dB, correlation {:.2f} at batch size {}".format(
+            metrics[f"privacy/psnr_batch_{size}"], metrics[f"privacy/correlation_batch_{size}"], size
+        )
         return {"inverted gradient": line}
 
     def tables(self) -> Mapping[str, Table]:
-        """Return the table ``inversion`` with the PSNR of each attack."""
-        columns = ("round", "batch size", "known", "client", "psnr")
+        """Return the table ``inversion`` with the values of each attack."""
+        columns = ("round", "batch size", "known", "client", "psnr", "correlation")
         return {"inversion": Table(columns, self.history)} if self.history else {}
 
     def figures(self, rows: MetricRows) -> Mapping[str, Drawing]:
         """Return the figure ``inversion`` of reconstructed images."""
-        images = dict(self.images)
+        images = self.images
         return {"inversion": lambda title: inversion_figure(images, title)} if images else {}
 
 
-def _first(batch: object, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first samples of a batch, which must be inputs and targets."""
-    parts = batch if isinstance(batch, tuple | list) else ()
-    if (
-        len(parts) != 2
-        or not all(isinstance(part, Tensor) for part in parts)
-        or not parts[0].is_floating_point()
-    ):
-        raise ConfigurationError(
-            "GradientInversion: a client's batch must be a pair of floating-point inputs and targets, for which alone the attack "
-            "can seek inputs; leave it out of trainer.callbacks"
-        )
-    return parts[0][:size], parts[1][:size]
-
-
-def _sent_gradients(
-    pl_module: FederatedModule, cohort: Cohort, rows: list[int], batch: tuple[Tensor, ...]
-) -> dict[str, Tensor]:
+def _sent_gradients(pl_module: FederatedModule, cohort: Cohort, victims: _Victims) -> dict[str, Tensor]:
     """Return the gradients ``[rows, *shape]`` that clients send after a local step, by name."""
     copy, executor = cohort_beside(pl_module, cohort, common=False), first_executor(pl_module)
     for method in pl_module.federated_callbacks:
         executor = method.step_executor(pl_module, executor)
-    executor.backward(pl_module.client, copy, BatchStack(stack=batch), rows)
+    batches = BatchStack(stack=(victims.inputs.clone(), victims.targets.clone()))
+    with without_dropout(pl_module.model), averaging_by(lambda x, _: mean_of_all(x, len(victims.rows))):
+        executor.backward(pl_module.client, copy, batches, victims.rows)
     treatments = cohort.treatments
-    return {name: copy.grads[name][rows] for name in copy.params if treatments[name] in SENT}
+    return {name: copy.grads[name][victims.rows] for name in copy.params if treatments[name] in SENT}
 
 
 def _distance(found: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
     """Return 1 - cos of the angle between gradients, ``[clients]``."""
-
-    def dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(a * b).flatten(1).sum(1) for a, b in zip(one, other, strict=True)]).sum(0)
-
-    return 1 - dot(found, targets) / (dot(found, found) * dot(targets, targets)).sqrt().clamp(min=1e-12)
+    one, other = (torch.cat([value.flatten(1) for value in each], 1) for each in (found, targets))
+    return 1 - (normalize(one, eps=1e-30) * normalize(other, eps=1e-30)).sum(1)
 
 
 def _variation(images: Tensor) -> Tensor:
@@ -303,6 +372,7 @@ def _psnr(guess: Tensor, true: Tensor, span: float) -> float:
     return float(10 * torch.log10(span**2 / error.clamp(min=1e-12 * span**2)))
 
 
-def _shown(batches: Sequence[Tensor]) -> Tensor:
-    """Return the first images of some batches ``[b, C, H, W]``."""
-    return torch.cat([*batches])[:_MOST_SHOWN].cpu()
+def _correlation(guess: Tensor, true: Tensor) -> float:
+    """Return the mean correlation of guesses ``[b, ...]`` with true samples; 0 if one is constant."""
+    one, other = (x.double().flatten(1) - x.double().flatten(1).mean(1, keepdim=True) for x in (guess, true))
+    return float((normalize(one) * normalize(other)).sum(1).mean())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.callbacks.observers.gradient_deviation import cohort_beside
-from fl_lightning.callbacks.observers.simulated_steps import SENT, Step, simulated_step
+from fl_lightning.callbacks.observers.simulated_steps import SENT, Step, first_batches, simulated_step
 from fl_lightning.client_data import every_batch
 from fl_lightning.errors import check_at_least
 from fl_lightning.methods import Observer, Report
@@ -19,33 +19,35 @@ class LabelInference(Report, Observer):
     """Observer: how well the label mix of a client can be told from its update and BN statistics.
 
     The attack runs in rounds that an evaluation follows, and in the last round. The attacker is a
-    server with a few validation samples of each class. It computes what a client would send that
-    had only samples of one class, with the server's model and the method of the round. What a real
-    client sends is then explained as a mixture of these, by least squares with shares of at least 0,
-    scaled to the sum 1. For one local step of a model without BN, the update is such a mixture,
-    apart from differences between samples.
+    server with a few validation samples of each class. From them it computes, with its model and
+    with BN as in this round, what a client would send that had samples of one class only. What a
+    real client sends is then explained as a mixture of these, by least squares with shares of at
+    least 0, scaled to the sum 1. A class without validation samples gets the share 0.
 
-    The metrics are means over the clients of the round. The error of a label mix is half the sum of
-    the absolute differences of the shares of all classes: 0 is exact, and 1 is the worst.
+    The update is such a mixture for one local step of SGD without weight decay and without BN, apart
+    from differences between samples. If a method corrects gradients at the client (SCAFFOLD), or
+    with other optimizers, the attack is weaker than it could be.
+
+    The true label mix is that of the client's first batch in this round. The metrics are means over
+    the clients of the round. The error of a label mix is half the sum of the absolute differences of
+    the shares of all classes: 0 is exact, and 1 is the worst.
 
     - ``privacy/label_error_update``: Error from the update of the parameters alone.
     - ``privacy/label_error_statistics``: Error from the running means of BN alone. With a joint
       forward pass (FedTAN), the batch means are used, which clients exchange.
-    - ``privacy/label_error_both``: Error from both. Both parts have equal weight.
+    - ``privacy/label_error_both``: Error from both. The two parts have equal weight, so this error
+      may be larger than one of them.
     - ``privacy/label_error_guess``: Error of the label mix of the validation data, without an attack.
 
-    The true label mix is that of the client's training data. If the data module has no class
-    histograms, it is that of the client's first batch of the round.
-
-    Errors with BN statistics are logged only if clients send them. A failed attack proves nothing,
-    because a stronger one may succeed.
+    Errors with BN statistics are logged only if clients send running means. HybridBN sends other
+    statistics. A failed attack proves nothing, because a stronger one may succeed.
 
     Args:
         samples: Largest number of validation samples of each class that the attacker uses.
 
     Raises:
-        ConfigurationError: ``samples`` is below 1, or the validation data lack a class or have no
-            label of each sample.
+        ConfigurationError: ``samples`` is below 1, the data have no label of each sample, or the
+            model cannot be simulated.
     """
 
     examples = ({}, {"samples": 2})
@@ -67,79 +69,93 @@ class LabelInference(Report, Observer):
             self.newest = {}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Compute what a client with a single class would send, if an evaluation follows."""
+        """Compute what clients of one class would send, in round 1 and if an evaluation follows."""
         self._of_classes: Step | None = None
-        if not pl_module.evaluates_now:
+        self._exchanged: Step | None = None
+        if not pl_module.evaluates_now and cohort.round > 1:
             return
+        batches = first_batches(pl_module, cohort, "LabelInference")
         inputs, labels = self._validation_samples(pl_module)
-        rows = [*range(len(cohort))]
-        own = [batch[1] for batch in pl_module.client_batches(cohort, rows, 0).batches()]
-        classes = int(max(int(each.max()) for each in (labels, *own))) + 1
+        own = [_counted(targets) for _, targets in batches]
+        classes = int(max(each.max() for each in (labels, *own) if len(each))) + 1
+        self._mixes = torch.stack([each.bincount(minlength=classes) for each in own]).double()
         self._guess = labels.bincount(minlength=classes).double()
-        self._mixes = torch.stack([each.bincount(minlength=classes) for each in own]).double().cpu()
-        if histograms := pl_module.data.class_histograms():
-            self._mixes = torch.tensor([histograms[client] for client in cohort.client_ids]).double()
-        chosen = [(labels == label).nonzero()[: self.samples, 0] for label in range(classes)]
-        if not all(map(len, chosen)):
-            raise ConfigurationError(
-                f"LabelInference: the validation data have no sample of class {[*map(len, chosen)].index(0)}; the attack needs samples "
-                "of every class, so enlarge data.val_fraction"
-            )
+        self._known = self._guess.nonzero()[:, 0].tolist()
+        chosen = [(labels == label).nonzero()[: self.samples, 0] for label in self._known]
         most = max(map(len, chosen))
         index = torch.stack([one.repeat(most)[:most] for one in chosen])
         batch = pl_module.on_device((inputs[index], labels[index]))
+        setting = f"LabelInference.samples: {self.samples}"
         with isolate_rng():
             server = cohort_beside(pl_module, cohort, common=True)
-            self._of_classes = _detached(simulated_step(pl_module, server, [0] * len(chosen), batch))
-            self._exchanged: Step | None = None
+            rows = [0] * len(chosen)
+            self._of_classes = _detached(simulated_step(pl_module, server, rows, batch, setting))
             if pl_module.joint_method is not None:
-                batches = pl_module.client_batches(cohort, rows, 0).stack()
-                self._exchanged = _detached(simulated_step(pl_module, cohort, rows, batches))
+                stacked = tuple(torch.stack(part) for part in zip(*batches, strict=True))
+                rows = [*range(len(cohort))]
+                self._exchanged = _detached(simulated_step(pl_module, cohort, rows, stacked, setting))
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Attack what the clients send."""
-        if self._of_classes is None:
+        """Attack what the clients send, if an evaluation follows."""
+        if self._of_classes is None or not pl_module.evaluates_now:
             return
-        names, treatments = [*self._of_classes.gradients], cohort.treatments
-        gradients = _joined([self._of_classes.gradients[name] for name in names])
-        updates = _joined([cohort.server[name] - cohort.params[name] for name in names])
-        parts = {"update": (gradients, updates)}
-        means = {f"{layer}.running_mean": value for layer, value in self._of_classes.means.items()}
-        if sent := [name for name in means if treatments[name] in SENT]:
-            server = [cohort.server_buffers[name] for name in sent]
-            clients = [cohort.buffers[name] for name in sent]
-            if self._exchanged is not None:
-                clients = [
-                    self._exchanged.means[name.removesuffix(".running_mean")][cohort.rows] for name in sent
-                ]
-            parts["statistics"] = (
-                _joined([means[name] - mean for name, mean in zip(sent, server, strict=True)]),
-                _joined([value - mean for value, mean in zip(clients, server, strict=True)]),
-            )
-        mixes = self._mixes[cohort.rows]
-        mixes = mixes / mixes.sum(1, keepdim=True)
-        found = {name: [_shares(signs, sent) for sent in sents] for name, (signs, sents) in parts.items()}
+        parts = self._sent(cohort, self._of_classes)
+        # clients without a finite update or without a sample are left out
+        mixes, finite = (
+            self._mixes[cohort.rows],
+            torch.stack([sent.isfinite().all(1) for _, sent in parts.values()]),
+        )
+        rows = [row for row in range(len(cohort)) if finite[:, row].all() and mixes[row].sum() > 0]
+        found = {
+            name: [_shares(signatures, sent[row]) for row in rows]
+            for name, (signatures, sent) in parts.items()
+        }
         if len(parts) > 1:
             found["both"] = [
-                _shares(
-                    torch.cat([signs / signs.norm() for signs, _ in parts.values()], 1),
-                    torch.cat(
-                        [
-                            sents[row] / (signs.norm() * found[name][row].sum().clamp(min=1e-12))
-                            for name, (signs, sents) in parts.items()
-                        ]
-                    ),
-                )
-                for row in range(len(cohort))
+                self._of_both([(*parts[name], found[name][place].sum()) for name in parts], row)
+                for place, row in enumerate(rows)
             ]
-        found["guess"] = [self._guess] * len(cohort)
         self.newest = {}
-        for name, shares in found.items():
-            guesses = torch.stack(shares)
-            guesses = torch.where(guesses.sum(1, keepdim=True) > 0, guesses, torch.ones_like(guesses))
-            errors = (guesses / guesses.sum(1, keepdim=True) - mixes).abs().sum(1) / 2
+        for name, shares in (
+            {**found, "guess": [self._guess[self._known]] * len(rows)}.items() if rows else ()
+        ):
+            guesses = torch.zeros(len(rows), self._mixes.shape[1], dtype=torch.float64)
+            guesses[:, self._known] = torch.stack(shares)
+            guesses[guesses.sum(1) == 0] = 1
+            true = mixes[rows] / mixes[rows].sum(1, keepdim=True)
+            errors = (guesses / guesses.sum(1, keepdim=True) - true).abs().sum(1) / 2
             self.newest[f"privacy/label_error_{name}"] = float(errors.mean())
         pl_module.log_numbers(self.newest)
+
+    def _of_both(self, parts: list[tuple[Tensor, Tensor, Tensor]], row: int) -> Tensor:
+        """Return the shares from several parts, each divided by its size and by the sum of its own shares."""
+        useful = [
+            (signatures / (size := signatures.norm()), sent[row] / (size * total))
+            for signatures, sent, total in parts
+            if total > 0
+        ]
+        if not useful:
+            return torch.zeros(len(self._known), dtype=torch.float64)
+        signatures, sent = zip(*useful, strict=True)
+        return _shares(torch.cat(signatures, 1), torch.cat(sent))
+
+    def _sent(self, cohort: Cohort, of_classes: Step) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what clients of one class would send, and what the clients send, by part."""
+        names, treatments = [*of_classes.gradients], cohort.treatments
+        updates = _joined([cohort.server[name] - cohort.params[name] for name in names])
+        parts = {"update": (_joined([of_classes.gradients[name] for name in names]), updates)}
+        layers = [layer for layer in of_classes.means if treatments[f"{layer}.running_mean"] in SENT]
+        if layers:
+            server = {layer: cohort.server_buffers[f"{layer}.running_mean"] for layer in layers}
+            if self._exchanged is not None:
+                clients = {layer: self._exchanged.means[layer][cohort.rows] for layer in layers}
+            else:
+                clients = {layer: cohort.buffers[f"{layer}.running_mean"] for layer in layers}
+            moved = _joined([clients[layer] - server[layer] for layer in layers])
+            if moved.any():
+                signatures = _joined([of_classes.means[layer] - server[layer] for layer in layers])
+                parts["statistics"] = signatures, moved
+        return parts
 
     def result(self) -> Mapping[str, float]:
         """Return the metrics of the newest attack."""
@@ -157,12 +173,23 @@ class LabelInference(Report, Observer):
         batches = [*every_batch(pl_module.data.val_dataloader() or [])]
         pairs = [batch for batch in batches if isinstance(batch, tuple | list) and len(batch) == 2]
         labels = [pair[1] for pair in pairs if isinstance(pair[1], Tensor)]
-        if not labels or len(labels) < len(batches) or labels[0].dim() != 1 or labels[0].is_floating_point():
+        if (
+            not labels
+            or len(labels) < len(batches)
+            or labels[0].dim() != 1
+            or labels[0].is_floating_point()
+            or not (kept := torch.cat(labels) >= 0).any()
+        ):
             raise ConfigurationError(
                 "LabelInference: the server needs validation data of inputs and a label of each sample; set data.val_fraction, or "
                 "leave it out of trainer.callbacks"
             )
-        return torch.cat([inputs for inputs, _ in pairs]), torch.cat(labels).long()
+        return torch.cat([inputs for inputs, _ in pairs])[kept], torch.cat(labels)[kept].long()
+
+
+def _counted(labels: Tensor) -> Tensor:
+    """Return the labels ``[n]`` that count, on the CPU."""
+    return labels[labels >= 0].cpu()
 
 
 def _detached(step: Step) -> Step:

@@ -4,9 +4,10 @@ from itertools import permutations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from fl_lightning import ConfigurationError, VectorizedExecutor
+from fl_lightning import ConfigurationError, FederatedDataModule, VectorizedExecutor
 from fl_lightning.callbacks import (
     FBN,
     FedBN,
@@ -20,7 +21,7 @@ from fl_lightning.callbacks.observers import gradient_inversion
 from fl_lightning.datamodules import Digits, TensorData
 from fl_lightning.models.norm import make_norm
 from fl_lightning.testing import train
-from tests.support.helpers import SaveRounds, blobs, federated_run, small_cnn, uneven_clients
+from tests.support.helpers import ArrayClient, SaveRounds, blobs, federated_run, small_cnn, uneven_clients
 from tests.support.lightning_sites import Lit, federated, sites
 
 SHORT = {"batch_sizes": [2], "clients": 2, "iterations": 3}
@@ -124,6 +125,39 @@ def test_noise_of_differential_privacy_reaches_the_attacker():
     assert min(targets["exact"]) > max(targets["noisy"]) + 5
 
 
+def test_a_round_without_an_attack_logs_none():
+    data = uneven_clients((8, 3, 5))
+    observer = GradientInversion(batch_sizes=[4], clients=3, iterations=1)
+    run = federated_run(
+        observer, model=small_cnn("bn", 0.0), data=data, rounds=8, local_steps=1, participation=1
+    )
+    attacked = {row[0] for row in observer.history}
+    assert 0 < len(attacked) < 8
+    for number, row in run.rows.items():
+        assert ("privacy/psnr_batch_4" in row) == (number in attacked)
+
+
+def test_dropout_is_off_for_the_client_and_the_attacker():
+    found = []
+    for dropout in (0.0, 0.5):
+        observer = GradientInversion(**SHORT)
+        federated_run(observer, model=small_cnn("bn", dropout), data=blobs, rounds=1)
+        found.append(observer.history)
+    assert found[0] == found[1]
+
+
+def test_a_client_that_sends_no_gradient_is_not_attacked():
+    data = TensorData(
+        torch.randn(60, 4), torch.arange(60) % 3, num_clients=2, batch_size=20, sampling="poisson"
+    )
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    private = PrivateSGD(clip=1.0, noise=1.0, second_stage_only=True)
+    observer = GradientInversion(batch_sizes=[1, 2], clients=2, iterations=2)
+    train(model, data, 1, [FixBN(freeze_round=1), private, observer])
+    # one sample has no batch statistics, so that the client sends the gradient 0
+    assert {row[1] for row in observer.history} == {2}
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_it_attacks_rounds_with_an_evaluation_and_the_last(every):
     observer, _ = attacked(rounds=3, trainer={"check_val_every_n_epoch": every})
@@ -133,9 +167,10 @@ def test_it_attacks_rounds_with_an_evaluation_and_the_last(every):
 def test_the_metric_is_the_mean_over_clients_of_the_best_order():
     observer, rows = attacked(rounds=1)
     for label, name in {"gradient": "", "and BN": "_statistics", "mean image": "_mean_image"}.items():
-        values = [row[4] for row in observer.history if row[2] == label]
-        assert len(values) == 2
-        assert rows[1][f"privacy/psnr_batch_2{name}"] == pytest.approx(sum(values) / 2)
+        for place, score in enumerate(("psnr", "correlation"), 4):
+            values = [row[place] for row in observer.history if row[2] == label]
+            assert len(values) == 2
+            assert rows[1][f"privacy/{score}_batch_2{name}"] == pytest.approx(sum(values) / 2)
     true, guess = torch.rand(3, 2, 4, 4), torch.rand(3, 2, 4, 4)
     best = min((guess[[*order]] - true).square().mean() for order in permutations(range(3)))
     matched = gradient_inversion._matched(guess, true)
@@ -144,13 +179,41 @@ def test_the_metric_is_the_mean_over_clients_of_the_best_order():
     assert psnr == pytest.approx(float(10 * torch.log10(4 / best)), abs=1e-4)
 
 
-def test_the_mean_image_is_that_of_all_clients_samples():
+def test_the_mean_image_and_the_range_are_those_of_whole_first_batches_without_the_victims():
     observer, _ = attacked(rounds=1, clients=1)
-    batches = torch.stack([blobs_batch(client)[0][:2] for client in range(3)])
-    error = (batches[0] - batches.flatten(0, 1).mean(0)).square().mean()
+    batches = torch.stack([blobs_batch(client)[0] for client in range(3)])
+    error = (batches[0, :2] - batches[1:].flatten(0, 1).mean(0)).square().mean()
     span = batches.max() - batches.min()
     (value,) = [row[4] for row in observer.history if row[2] == "mean image"]
     assert value == pytest.approx(float(10 * torch.log10(span**2 / error)), abs=1e-3)
+
+
+def test_without_other_clients_there_is_no_mean_image():
+    observer, rows = attacked(rounds=1, data=lambda: blobs(num_clients=1))
+    assert {row[2] for row in observer.history} == {"gradient", "and BN"}
+    assert "privacy/psnr_batch_2_mean_image" not in rows[1]
+
+
+def test_the_correlation_does_not_depend_on_contrast():
+    true = torch.rand(3, 2, 4, 4)
+    assert gradient_inversion._correlation(0.1 * true + 5, true) == pytest.approx(1, abs=1e-4)
+    assert gradient_inversion._correlation(-true, true) == pytest.approx(-1)
+    assert gradient_inversion._correlation(torch.ones_like(true), true) == 0
+    expected = torch.stack(
+        [
+            torch.corrcoef(torch.stack(pair))[0, 1]
+            for pair in zip(true.flatten(1), true.flip(0).flatten(1), strict=True)
+        ]
+    )
+    assert gradient_inversion._correlation(true.flip(0), true) == pytest.approx(
+        float(expected.mean()), abs=1e-5
+    )
+
+
+def test_small_gradients_have_a_direction_too():
+    gradient = [1e-9 * torch.randn(2, 3, 4), 1e-9 * torch.randn(2, 5)]
+    distance = gradient_inversion._distance(gradient, [1e-3 * value for value in gradient])
+    assert distance.tolist() == pytest.approx([0, 0], abs=1e-5)
 
 
 def test_clients_with_too_few_samples_are_left_out():
@@ -190,8 +253,15 @@ def test_a_figure_and_a_table_show_the_attack():
     observer = GradientInversion(**SHORT)
     model = small_cnn("bn", 0.0, channels=1)
     federated_run(observer, model=model, data=blobs(shape=(1, 6, 6)), rounds=1)
-    assert observer.tables()["inversion"].columns == ("round", "batch size", "known", "client", "psnr")
-    ((heading, images),) = observer.images
+    assert observer.tables()["inversion"].columns == (
+        "round",
+        "batch size",
+        "known",
+        "client",
+        "psnr",
+        "correlation",
+    )
+    ((heading, images),) = observer.images.items()
     assert heading == "batch of 2"
     labels = ("true", "gradient", "and BN", "mean image")
     assert {name: each.shape for name, each in images.items()} == dict.fromkeys(labels, (4, 1, 6, 6))
@@ -214,7 +284,7 @@ def test_inputs_that_are_no_images_have_no_figure():
     ],
 )
 def test_wrong_settings_are_named(settings, place):
-    with pytest.raises(ConfigurationError, match=f"GradientInversion.{place} must be at least 1, found 0"):
+    with pytest.raises(ConfigurationError, match=f"GradientInversion.{place}"):
         GradientInversion(**settings)
 
 
@@ -264,6 +334,72 @@ def test_a_lightning_module_is_refused():
         federated(Lit(), GradientInversion(), data=sites())
 
 
+LATE = {"check_val_every_n_epoch": 9}
+"""No evaluation before the last round: what cannot be attacked must be refused in round 1."""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: nn.Sequential(Drawing(), nn.Flatten(), nn.Linear(72, 3)),
+            "the attack needs torch.func.vmap",
+        ),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(72), nn.Linear(72, 3)),
+            "batch_sizes: 1: the attack's",
+        ),
+    ],
+)
+def test_models_that_cannot_be_attacked_are_refused_in_round_1(model, message):
+    rounds = []
+    with pytest.raises(ConfigurationError, match=f"GradientInversion.*{message}"):
+        federated_run(
+            GradientInversion(batch_sizes=[1], iterations=1),
+            Rounds(rounds),
+            model=model().double(),
+            data=blobs,
+            rounds=3,
+            trainer=LATE,
+        )
+    assert not rounds
+
+
+class Drawing(nn.Module):
+    def forward(self, images):
+        return images + torch.randn_like(images)
+
+
+class Rounds(Callback):
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.rounds.append(pl_module.round)
+
+
 def test_batches_that_are_no_pairs_of_numbers_and_targets_are_refused():
+    clients = [ArrayClient(torch.arange(16).view(8, 2), torch.arange(8) % 3, 4) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(20, 3), nn.Flatten(), nn.Linear(6, 3)).double()
     with pytest.raises(ConfigurationError, match="must be a pair of floating-point inputs and targets"):
-        gradient_inversion._first((torch.arange(3), torch.arange(3)), 1)
+        federated_run(
+            GradientInversion(), data=FederatedDataModule(clients), model=model, rounds=3, trainer=LATE
+        )
+
+
+def test_inputs_of_different_shapes_are_named():
+    clients = [ArrayClient(torch.randn(8, size).double(), torch.arange(8) % 3, 4) for size in (4, 6)]
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, -1)), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(2, 3)
+    ).double()
+    with pytest.raises(ConfigurationError, match=r"inputs have the shapes \[4\] and \[6\]"):
+        federated_run(GradientInversion(), data=FederatedDataModule(clients), model=model, rounds=1)
+
+
+def test_a_layer_without_momentum_is_attacked():
+    model = small_cnn("bn", 0.0)
+    model[1].momentum = None
+    observer = GradientInversion(**SHORT)
+    federated_run(observer, model=model, data=blobs, rounds=2)
+    assert model[1].momentum is None
+    assert len(observer.history) == 12

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning import ConfigurationError, FederatedDataModule, VectorizedExecutor
-from fl_lightning.callbacks import FBN, FedTAN, FixBN, LabelInference, PrivateSGD, SiloBN
+from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, VectorizedExecutor
+from fl_lightning.callbacks import FBN, FedTAN, FixBN, HybridBN, LabelInference, PrivateSGD, SiloBN
 from fl_lightning.callbacks.observers import label_inference
-from fl_lightning.datamodules import Digits, Dirichlet
+from fl_lightning.datamodules import Digits, Dirichlet, TensorData
 from fl_lightning.models import BNProbe, LeNet
-from tests.support.helpers import ArrayClient, federated_run
+from tests.support.helpers import ArrayClient, client_batch, federated_run
 from tests.support.lightning_sites import Lit, federated, sites
 
 METRICS = "privacy/label_error_"
@@ -94,11 +94,12 @@ def test_shares_are_a_least_squares_solution_without_negative_shares():
     assert label_inference._shares(signs, -signs[0])[0] == 0
 
 
-def test_the_true_mix_is_that_of_the_clients_data_if_the_data_know_it():
+def test_the_true_mix_is_that_of_the_first_batch():
     data = Digits(num_clients=3, batch_size=20, partition=Dirichlet(0.3), val_fraction=0.2)
     observer = LabelInference()
     federated_run(observer, data=data, model=LeNet(in_channels=1, image_size=8, norm="none"), rounds=1)
-    assert observer._mixes.tolist() == data.class_histograms()[:3]
+    for client, mix in enumerate(observer._mixes):
+        assert mix.tolist() == client_batch(data, client, 0)[1].bincount(minlength=10).tolist()
 
 
 def test_noise_of_differential_privacy_hides_the_mix():
@@ -120,9 +121,54 @@ def test_rounds_without_an_evaluation_are_not_attacked():
     assert [number for number, row in run.rows.items() if METRICS + "update" in row] == [2, 4, 5]
 
 
-def test_a_class_without_validation_sample_is_named():
-    with pytest.raises(ConfigurationError, match="validation data have no sample of class 1"):
-        errors(data=lambda: clients(server=(3, 0, 3)))
+def test_a_class_without_validation_samples_gets_no_share():
+    row = errors(data=lambda: clients(counts=((4, 0, 4), (0, 8, 0)), server=(3, 0, 3)))[1]
+    # the update of the second client resembles neither of the other classes: three even shares
+    assert row["update"] == pytest.approx((0 + 2 / 3) / 2, abs=1e-6)
+    assert row["guess"] == pytest.approx((0 + 1) / 2)
+
+
+def test_labels_that_do_not_count_are_left_out():
+    def marked():
+        data = clients()
+        for client in (*data.clients, data.server):
+            inputs, labels = client.dataset.tensors
+            inputs = torch.cat([inputs, inputs[:1]])
+            labels = torch.cat([labels, torch.tensor([-100])])
+            client.dataset.tensors = inputs, labels
+            client.batch_size += 1
+        return data
+
+    assert errors(data=marked)[1]["update"] < 1e-6
+
+
+def test_clients_without_samples_or_with_updates_that_are_not_finite_are_left_out():
+    data = TensorData(
+        torch.randn(40, 4),
+        torch.arange(40) % 3,
+        num_clients=4,
+        batch_size=1,
+        sampling="poisson",
+        val_fraction=0.3,
+    )
+    rows = errors(PrivateSGD(clip=1e9, noise=0.0), data=data, model=lambda: nn.Linear(4, 3), rounds=6)
+    assert all(0 <= row.get("update", 0) <= 1 for row in rows.values())
+
+    class Broken(FederatedCallback):
+        def on_local_step_end(self, trainer, pl_module, cohort, step):
+            cohort.params.blocks[next(iter(cohort.params.blocks))][0] = float("nan")
+
+    assert errors(Broken(), on_divergence="record")[1]["update"] < 1e-6
+
+
+def test_statistics_that_a_method_sends_elsewhere_are_not_attacked():
+    assert errors(HybridBN(), model=lambda: BNProbe(3, 4))[1].keys() == {"update", "guess"}
+
+
+def test_a_part_that_tells_nothing_does_not_count_in_both():
+    frozen = partial(torch.optim.SGD, lr=0.0)
+    row = errors(model=lambda: BNProbe(3, 4), client_optimizer=frozen)[1]
+    assert row["both"] == pytest.approx(row["statistics"], abs=1e-12)
 
 
 def test_data_without_labels_are_refused():

@@ -36,7 +36,7 @@ class Beside(Observer):
         rows = [*range(len(cohort))] if self.rows is None else self.rows
         batch = pl_module.client_batches(cohort, rows, 0).stack()
         with torch.random.fork_rng():
-            self.found[cohort.round] = simulated_step(pl_module, cohort, rows, batch), {}, {}
+            self.found[cohort.round] = simulated_step(pl_module, cohort, rows, batch, "tested"), {}, {}
             if self.look is not None:
                 self.look(pl_module, cohort, rows, batch)
 
@@ -100,7 +100,7 @@ def test_its_derivatives_with_respect_to_the_batch_are_right(method):
         inputs, labels = (part[:, :2] for part in batch)
 
         def sums(inputs):
-            step = simulated_step(pl_module, cohort, rows, (inputs, labels))
+            step = simulated_step(pl_module, cohort, rows, (inputs, labels), "tested")
             weights = torch.Generator().manual_seed(0)
             values = [*step.gradients.values(), *step.means.values(), *step.variances.values()]
             return sum((x * torch.rand(x.shape, generator=weights, dtype=x.dtype)).sum() for x in values)
