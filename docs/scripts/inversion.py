@@ -40,7 +40,7 @@ def attacked(*callbacks: L.Callback) -> dict[str, torch.Tensor]:
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
-    (images,) = dict(attack.images).values()
+    (images,) = attack.images.values()
     return {"training image": images["true"], "reconstruction": images["gradient"]}
 
 

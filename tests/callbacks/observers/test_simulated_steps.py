@@ -118,3 +118,31 @@ def test_rows_may_appear_several_times():
     federated_run(beside, model=small_cnn("bn", 0.0), data=blobs(), rounds=1)
     for value in beside.found[1][0].gradients.values():
         assert torch.equal(value[0], value[1])
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.once, self.head = nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.Linear(72, 3)
+
+    def forward(self, images):
+        return self.head(self.once(self.norm(self.norm(images).tanh())).flatten(1))
+
+
+def test_a_layer_that_is_called_twice_has_no_moments():
+    beside = Beside()
+    federated_run(beside, model=Twice(), data=blobs(), rounds=1)
+    step, gradients, _ = beside.found[1]
+    assert step.means.keys() == step.variances.keys() == {"once"}
+    torch.testing.assert_close(step.gradients["norm.weight"], gradients["norm.weight"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropout", [0.5])
+def test_dropout_is_off_and_stays_on_for_training(dropout):
+    found = []
+    for rate in (0.0, dropout):
+        model, beside = small_cnn("bn", rate), Beside()
+        federated_run(beside, model=model, data=blobs(), rounds=1)
+        found.append(beside.found[1][0].gradients["0.weight"])
+        assert model[6].training
+    assert torch.equal(*found)
