@@ -11,7 +11,7 @@ from tests.support.command_line import write_config
 
 NAMES = {
     "methods": "AdaBN AggregationDiagnostics BatchNormDiagnostics BatchRenormalization BNSCAFFOLD Byzantine ClassifierBias ClientEvaluation ClientGradientClipping CommunicationLedger FBN FedBABU FedBN FedDNA FedDyn FedExFixBN FedNova FedPer FedProx FedRep FedTAN FixBN "
-    "HybridBN MaintainedMomentum MomentMatching MTFL ParticipationGap PrivateFedAvg PrivateSGD SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
+    "GradientInversion HybridBN LabelInference MaintainedMomentum MomentMatching MTFL ParticipationGap PrivateFedAvg PrivateSGD SCAFFOLD SiloBN SlidingWindowFixBN StaticBN StatisticsSources",
     "models": "BNProbe CIFARResNet fl_lightning.models.deeplab_v3_plus FBNCNN LeNet fl_lightning.models.library_model ResNet18 ResNet20 ResNet32 ResNet8 SmallDeepLab TabularMLP",
     "data": "CIFAR10 CIFAR100 Cityscapes Digits FashionMNIST FEMNIST Gaussians HuggingFaceImages ImageDomains ImageFolder ImageNet ScikitLearn StreamedImages TensorData TinyImageNet TorchvisionImages",
     "partitions": "Dirichlet ExtendedDirichlet FromFile GammaSimilarity HonestOnly IID Natural Shards",
