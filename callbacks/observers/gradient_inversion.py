@@ -53,7 +53,7 @@ class GradientInversion(Report, Observer):
     The attack runs in rounds that an evaluation follows, and in the last round. The attacker is a
     server that knows the model, the method, the labels, the range of the inputs, and a client's
     gradient on a batch of 1 or 4 samples. The attacker seeks inputs whose gradient points in the same
-    direction, and which are smooth::
+    direction and that are smooth::
 
         1 - cos(gradient of the inputs, gradient of the client) + 0.001 total variation
 
@@ -68,8 +68,8 @@ class GradientInversion(Report, Observer):
 
     The attack is lenient: clients in practice have larger batches, take several local steps, and
     keep labels to themselves. The attacker also knows a client's local parameters, such as gamma and
-    beta of FedBN, and with a joint forward pass (FedTAN) the batches of the other clients. Dropout is
-    off. A failed attack proves nothing, because a stronger one may succeed.
+    beta of FedBN. With a joint forward pass (FedTAN), it also knows the batches of the other clients.
+    Dropout is off. A failed attack is no proof, because a stronger one may succeed.
 
     If a method changes the gradient at the client, the attack gets the changed gradient only for
     ``PrivateSGD``, with the client's noise. It gets the gradient of the loss otherwise.
@@ -84,7 +84,7 @@ class GradientInversion(Report, Observer):
       the contrast.
     - ``..._statistics``: The same for the second attack.
     - ``..._mean_image``: The same for the mean of the other clients' first batches, which needs no
-      attack. Values below it mean that nothing was found.
+      attack. A value below it means that the attack has failed.
 
     Files: ``inversion.csv`` has the values of each client. ``inversion.png`` shows training images
     and reconstructions of the newest attack. Attack only data that you are allowed to see.
@@ -187,7 +187,7 @@ class GradientInversion(Report, Observer):
         gradients = _sent_gradients(pl_module, cohort, victims)
         size, seen = victims.inputs.shape[1], torch.cat([inputs for inputs, _ in batches])
         low, high = float(seen.min()), float(seen.max())
-        # a client that sends no gradient or only one value gives nothing to measure
+        # clients that send the gradient 0 cannot be attacked, and equal inputs have no range
         sends = torch.stack([value.flatten(1).any(1) for value in gradients.values()]).any(0)
         places = [place for place in victims.places if sends[place] and low < high]
         if not places:
@@ -359,7 +359,7 @@ def _deviation(step: Step, known: Mapping[str, tuple[Tensor, Tensor]], places: l
 
 
 def _matched(guess: Tensor, true: Tensor) -> Tensor:
-    """Return the guesses ``[b, ...]`` in the order in which they fit the true samples best."""
+    """Return the guesses ``[b, ...]`` in the order that fits the true samples best."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
     errors = (guess[None] - true[:, None]).double().square().flatten(2).mean(2)

@@ -16,7 +16,7 @@ from fl_lightning.methods import Observer, Report
 
 
 class LabelInference(Report, Observer):
-    """Observer: how well the label mix of a client can be told from its update and BN statistics.
+    """Observer: how well a client's label mix can be inferred from its update and BN statistics.
 
     The attack runs in rounds that an evaluation follows, and in the last round. The attacker is a
     server with a few validation samples of each class. From them it computes, with its model and
@@ -40,7 +40,7 @@ class LabelInference(Report, Observer):
     - ``privacy/label_error_guess``: Error of the label mix of the validation data, without an attack.
 
     Errors with BN statistics are logged only if clients send running means. HybridBN sends other
-    statistics. A failed attack proves nothing, because a stronger one may succeed.
+    statistics. A failed attack is no proof, because a stronger one may succeed.
 
     Args:
         samples: Largest number of validation samples of each class that the attacker uses.
@@ -128,7 +128,7 @@ class LabelInference(Report, Observer):
         pl_module.log_numbers(self.newest)
 
     def _of_both(self, parts: list[tuple[Tensor, Tensor, Tensor]], row: int) -> Tensor:
-        """Return the shares from several parts, each divided by its size and by the sum of its own shares."""
+        """Return the shares from several parts: signatures, what clients send, and the sum of the part's shares."""
         useful = [
             (signatures / (size := signatures.norm()), sent[row] / (size * total))
             for signatures, sent, total in parts
