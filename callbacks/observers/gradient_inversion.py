@@ -144,10 +144,9 @@ class GradientInversion(Report, Observer):
                 self.images = {}
             for size in self.batch_sizes:
                 for victims in self._victims(pl_module, batches, size):
+                    self._step(pl_module, cohort, victims)  # its message names the batch size
                     if pl_module.evaluates_now:
                         self._attack(pl_module, cohort, batches, victims)
-                    else:
-                        self._step(pl_module, cohort, victims)
         if pl_module.evaluates_now:
             pl_module.log_numbers(self._metrics(cohort.round))
 

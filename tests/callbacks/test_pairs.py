@@ -25,7 +25,8 @@ SETTINGS = {name: cls.examples[-1] for name, cls in SHIPPED.items()}
 """What shows most of a method in a few rounds."""
 BEFORE_NOISE_AT_THE_SERVER = (
     "AdaBN", "AggregationDiagnostics", "BatchNormDiagnostics", "BatchRenormalization", "ClassifierBias", "ClientEvaluation",
-    "ClientGradientClipping", "CommunicationLedger", "FedBABU", "FedProx", "FixBN", "ParticipationGap", "StatisticsSources",
+    "ClientGradientClipping", "CommunicationLedger", "FedBABU", "FedProx", "FixBN", "GradientInversion",
+    "LabelInference", "ParticipationGap", "StatisticsSources",
 )  # fmt: skip
 """What reads no update at the server but to measure it."""
 COMPANIONS = {
@@ -43,6 +44,8 @@ COMPANIONS = {
     "FedPer",
     "FedProx",
     "FedRep",
+    "GradientInversion",
+    "LabelInference",
     "MaintainedMomentum",
     "ParticipationGap",
     "SCAFFOLD",

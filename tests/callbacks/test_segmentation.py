@@ -39,8 +39,9 @@ IN_CI = ("BNSCAFFOLD", "FBN", "FedBN", "FedPer", "FedTAN", "FixBN", "SCAFFOLD", 
 def rows():
     """Methods of each kind in their last settings; the other rows are nightly."""
     for place, row in enumerate(TABLE):
-        # ClassifierBias needs one label a sample, and Poisson samples are of data in memory
-        if row.callback != "ClassifierBias" and place in OF_BATCHES:
+        # two need one label a sample, this model takes no batch of one, and Poisson samples are of data in memory
+        left_out = ("ClassifierBias", "GradientInversion", "LabelInference")
+        if row.callback not in left_out and place in OF_BATCHES:
             in_ci = row.callback in IN_CI and row in ROW_OF_METHOD
             yield pytest.param(place, id=row.name, marks=() if in_ci else pytest.mark.nightly)
 

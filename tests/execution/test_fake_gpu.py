@@ -125,6 +125,8 @@ def cells():
     """Each method in its last settings with one executor, in turn; other settings and executors are nightly."""
     in_ci = [(row, EXECUTORS[place % 3]) for place, row in enumerate(ROW_OF_METHOD)]
     for row, executor in product(TABLE, EXECUTORS):
+        if row.callback == "LabelInference":  # counts labels, which fake tensors do not have
+            continue
         marks = () if (row, executor) in in_ci else pytest.mark.nightly
         yield pytest.param(row, executor, id=f"{executor.__name__}-{row.name}", marks=marks)
 
@@ -147,6 +149,8 @@ def test_every_method_keeps_to_the_device_and_its_local_steps_never_wait(row, ex
 
 @EVERY_METHOD
 def test_a_run_that_a_cpu_began_goes_on_on_a_gpu(row, tmp_path):
+    if row.callback == "LabelInference":
+        pytest.skip("it counts labels, which fake tensors do not have")
     steps = {} if "local_epochs" in row.module else {"local_steps": 2}
     settings = {"client_optimizer": SGD, **steps, **row.module}
     make, sampling = suits(row)
