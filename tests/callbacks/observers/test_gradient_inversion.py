@@ -148,9 +148,9 @@ def test_dropout_is_off_for_the_client_and_the_attacker():
 
 def test_a_client_that_sends_no_gradient_is_not_attacked():
     data = TensorData(
-        torch.randn(60, 4), torch.arange(60) % 3, num_clients=2, batch_size=20, sampling="poisson"
+        torch.randn(60, 2, 3, 3), torch.arange(60) % 3, num_clients=2, batch_size=20, sampling="poisson"
     )
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(18, 3))
     private = PrivateSGD(clip=1.0, noise=1.0, second_stage_only=True)
     observer = GradientInversion(batch_sizes=[1, 2], clients=2, iterations=2)
     train(model, data, 1, [FixBN(freeze_round=1), private, observer])
