@@ -17,7 +17,7 @@ from fl_lightning.callbacks import (
     PrivateSGD,
     SiloBN,
 )
-from fl_lightning.callbacks.observers import gradient_inversion
+from fl_lightning.callbacks.observers import gradient_inversion, simulated_steps
 from fl_lightning.datamodules import Digits, TensorData
 from fl_lightning.models.norm import make_norm
 from fl_lightning.testing import train
@@ -208,6 +208,20 @@ def test_the_correlation_does_not_depend_on_contrast():
     assert gradient_inversion._correlation(true.flip(0), true) == pytest.approx(
         float(expected.mean()), abs=1e-5
     )
+
+
+def test_statistics_deviate_by_their_mean_squared_relative_errors():
+    step = simulated_steps.Step({}, {"bn": torch.tensor([[1.0, 2.0]])}, {"bn": torch.tensor([[3.0, 4.0]])})
+    known = {"bn": (torch.tensor([[1.5, 4.0]]), torch.tensor([[2.0, 1.0]]))}
+    # errors of the means 0.25 + 4 over variances 2 + 1, and of the variances 1 + 9 over 4 + 1
+    assert gradient_inversion._deviation(step, known, [0]).tolist() == pytest.approx([4.25 / 3 + 10 / 5])
+
+
+@pytest.mark.parametrize("callbacks", [list, lambda: [FedTAN()]])
+def test_attacked_clients_are_evenly_spaced_in_the_cohort(callbacks):
+    observer, _ = attacked(*callbacks(), data=lambda: blobs(num_clients=5), clients=3, iterations=1)
+    assert {row[3] for row in observer.history} == {0, 1, 3}
+    assert {row[2] for row in observer.history} == {"gradient", "and BN", "mean image"}
 
 
 def test_small_gradients_have_a_direction_too():
