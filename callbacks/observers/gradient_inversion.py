@@ -47,51 +47,81 @@ class _Victims(NamedTuple):
     targets: Tensor
 
 
+class _Scale(NamedTuple):
+    """Mean and deviation of each channel of the inputs, and the range of standardised inputs."""
+
+    mean: Tensor
+    deviation: Tensor
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> "_Scale":
+        """Return the scale of inputs ``[n, ...]``; their channels are dimension 1."""
+        dims = [dim for dim in range(inputs.dim()) if dim != 1]
+        deviation, mean = torch.std_mean(inputs, dims, correction=0, keepdim=True)
+        deviation = torch.where(deviation > 0, deviation, 1)
+        scaled = (inputs - mean) / deviation
+        return cls(mean, deviation, float(scaled.min()), float(scaled.max()))
+
+    def to(self, inputs: Tensor) -> Tensor:
+        """Return standardised inputs."""
+        return (inputs - self.mean) / self.deviation
+
+    def back(self, inputs: Tensor) -> Tensor:
+        """Return the inputs whose standardised values are given."""
+        return inputs * self.deviation + self.mean
+
+
 class GradientInversion(Report, Observer):
     """Observer: how well training samples can be reconstructed from a client's first gradient.
 
     The attack runs in rounds that an evaluation follows, and in the last round. The attacker is a
-    server that knows the model, the method, the labels, the range of the inputs, and a client's
-    gradient on a batch of 1 or 4 samples. The attacker seeks inputs whose gradient points in the same
-    direction and that are smooth::
+    server that knows the model, the method, the labels, and a client's gradient on a batch of 1 or 4
+    samples. The attacker also knows the mean, the standard deviation and the range of the inputs,
+    which are those of the cohort's first batches in this round. Inputs are standardised with the
+    mean and deviation of each channel of an image, or of each feature of a table. The attacker seeks
+    inputs whose gradient points in the same direction and that are smooth::
 
         1 - cos(gradient of the inputs, gradient of the client) + 0.001 total variation
 
     by 500 steps of Adam from random inputs, with learning rate 0.1, which falls to 0.0001. The
     paper's attack takes more steps, uses signs of gradients, and restarts.
 
-    A second attack also knows BN statistics. It adds 0.1 times the squared relative deviation of the
-    mean and the variance of each BN layer's inputs from them, averaged over the layers. If clients
-    send BN statistics, these are the mean and variance of the batch. The server can compute them
-    from what a client sends after one local step, except with HybridBN. If BN statistics are frozen,
-    these are the server's. Otherwise there is no second attack.
+    A second attack also knows BN statistics. It adds a penalty: 0.1 times the squared relative
+    difference between the BN statistics of the reconstruction and the known ones, averaged over the
+    layers. If clients send BN statistics, the known statistics are the mean and variance of the
+    batch. The server can compute them from what a client sends after one local step. With HybridBN,
+    it cannot, but the attacker gets them. If BN statistics are frozen, the known statistics are the server's. Otherwise there is
+    no second attack.
 
-    The attack is lenient: clients in practice have larger batches, take several local steps, and
-    keep labels to themselves. The attacker also knows a client's local parameters, such as gamma and
-    beta of FedBN. With a joint forward pass (FedTAN), it also knows the batches of the other clients.
-    Dropout is off. A failed attack is no proof, because a stronger one may succeed.
+    The setting favours the attacker: clients in practice have larger batches, take several local
+    steps, and keep labels to themselves. The attacker also knows a client's local parameters, such
+    as gamma and beta of FedBN. With a joint forward pass (FedTAN), the attacker also knows the
+    batches of the other clients. Dropout is off. A failed attack does not show that the data are
+    safe, because a stronger attack may succeed.
 
     If a method changes the gradient at the client, the attack gets the changed gradient only for
     ``PrivateSGD``, with the client's noise. It gets the gradient of the loss otherwise.
 
-    The metrics are means over the attacked clients. Samples of a batch are matched so that the
-    squared error is smallest.
+    The metrics are means over the attacked clients, for standardised inputs. Samples of a batch are
+    matched so that the squared error is smallest.
 
     - ``privacy/psnr_batch_<b>``: PSNR (peak signal-to-noise ratio) of the reconstructions from
       batches of b samples, ``10 log10(range^2 / mean squared error)`` in dB.
-    - ``privacy/correlation_batch_<b>``: Mean correlation of a reconstruction with the true sample.
-      It does not depend on contrast. With BN and b = 1, and with GN, the gradient tells little of
-      the contrast.
+    - ``privacy/correlation_batch_<b>``: Mean correlation of a reconstruction with the true sample,
+      which does not depend on contrast.
     - ``..._statistics``: The same for the second attack.
     - ``..._mean_image``: The same for the mean of the other clients' first batches, which needs no
-      attack. A value below it means that the attack has failed.
+      attack. An attack with a correlation below this baseline has failed.
 
     Files: ``inversion.csv`` has the values of each client. ``inversion.png`` shows training images
     and reconstructions of the newest attack. Attack only data that you are allowed to see.
 
     Args:
         batch_sizes: Numbers of samples of a batch, each at least 1. The first samples of the
-            client's first batch in this round are attacked. Clients with fewer samples are not.
+            client's first batch in this round are attacked. A client whose first batch has fewer
+            samples is not attacked.
         clients: Number of attacked clients, evenly spaced in the cohort.
         iterations: Number of steps of the attack. On a CPU, 500 steps on three clients of Digits
             with a ResNet-8 of width 8 take about 10 seconds, and three times as long for FedTAN.
@@ -107,12 +137,12 @@ class GradientInversion(Report, Observer):
 
     def __init__(self, batch_sizes: Sequence[int] = (1, 4), clients: int = 3, iterations: int = 500) -> None:
         sizes = [*batch_sizes] if isinstance(batch_sizes, list | tuple) else []
+        for size in sizes:
+            check_at_least(1, **{"GradientInversion.batch_sizes": size})
         if not sizes or len({*sizes}) < len(sizes):
             raise ConfigurationError(
                 f"GradientInversion.batch_sizes: {batch_sizes!r} must be a list of different numbers, such as [1, 4]"
             )
-        for size in sizes:
-            check_at_least(1, **{"GradientInversion.batch_sizes": size})
         check_at_least(
             1, **{"GradientInversion.clients": clients, "GradientInversion.iterations": iterations}
         )
@@ -128,8 +158,8 @@ class GradientInversion(Report, Observer):
         """Check the clients' training, and reset all measurements unless the run is resumed."""
         if pl_module.client.logs_itself:
             raise ConfigurationError(
-                "GradientInversion: a LightningModule's training_step sees whole batches, which the attack cannot vary; give the "
-                "network itself as model.model, with model.loss"
+                "GradientInversion: the attack cannot simulate a LightningModule's training_step; give the network itself as "
+                "model.model, with model.loss"
             )
         if not pl_module.trainer.current_epoch:
             self.start_anew()
@@ -184,26 +214,29 @@ class GradientInversion(Report, Observer):
     ) -> None:
         """Attack clients, and note the results."""
         gradients = _sent_gradients(pl_module, cohort, victims)
-        size, seen = victims.inputs.shape[1], torch.cat([inputs for inputs, _ in batches])
-        low, high = float(seen.min()), float(seen.max())
+        finite = [_finite(inputs) for inputs, _ in batches]
+        size, seen = victims.inputs.shape[1], torch.cat(finite)
         # clients that send the gradient 0 cannot be attacked, and equal inputs have no range
         sends = torch.stack([value.flatten(1).any(1) for value in gradients.values()]).any(0)
-        places = [place for place in victims.places if sends[place] and low < high]
-        if not places:
+        places = [
+            place for place in victims.places if sends[place] and victims.inputs[place].isfinite().all()
+        ]
+        if not places or seen.min() == seen.max():
             return
+        scale = _Scale.of(seen)
         victims = victims._replace(places=places)
         known = self._statistics(pl_module, cohort, victims)
         targets = [value[places] for value in gradients.values()]
-        guesses = {"": self._guess(pl_module, cohort, victims, targets, {}, (low, high))}
+        guesses = {"": self._guess(pl_module, cohort, victims, targets, {}, scale)}
         if known:
-            guesses["_statistics"] = self._guess(pl_module, cohort, victims, targets, known, (low, high))
-        true = victims.inputs[places]
+            guesses["_statistics"] = self._guess(pl_module, cohort, victims, targets, known, scale)
+        true = scale.to(victims.inputs[places])
         others = [
-            [inputs for row, (inputs, _) in enumerate(batches) if row != victims.rows[place] and len(inputs)]
+            [inputs for row, inputs in enumerate(finite) if row != victims.rows[place] and len(inputs)]
             for place in places
         ]
         if all(others):
-            means = [torch.cat(each).mean(0).expand_as(true[0]) for each in others]
+            means = [scale.to(torch.cat(each)).mean(0).expand_as(true[0]) for each in others]
             guesses["_mean_image"] = torch.stack(means)
         shown = {"true": true}
         for ending, guess in guesses.items():
@@ -211,10 +244,12 @@ class GradientInversion(Report, Observer):
             shown[_LABELS[ending]] = matched
             for place, found, wanted in zip(places, matched, true, strict=True):
                 client = cohort.client_ids[victims.rows[place]]
-                scores = _psnr(found, wanted, high - low), _correlation(found, wanted)
+                scores = _psnr(found, wanted, scale.high - scale.low), _correlation(found, wanted)
                 self.history.append((cohort.round, size, _LABELS[ending], client, *scores))
         if true.dim() == 5 and true.shape[2] in (1, 3) and f"batch of {size}" not in self.images:
-            images = {label: batch.flatten(0, 1)[:_MOST_SHOWN].cpu() for label, batch in shown.items()}
+            images = {
+                label: scale.back(batch.flatten(0, 1)[:_MOST_SHOWN]).cpu() for label, batch in shown.items()
+            }
             self.images[f"batch of {size}"] = images
 
     def _statistics(
@@ -242,9 +277,9 @@ class GradientInversion(Report, Observer):
         victims: _Victims,
         targets: Sequence[Tensor],
         known: Mapping[str, tuple[Tensor, Tensor]],
-        limits: tuple[float, float],
+        scale: _Scale,
     ) -> Tensor:
-        """Return reconstructions ``[places, b, ...]``.
+        """Return standardised reconstructions ``[places, b, ...]``.
 
         Args:
             pl_module: The federated module.
@@ -252,7 +287,7 @@ class GradientInversion(Report, Observer):
             victims: The attacked clients.
             targets: The gradients that they send.
             known: BN statistics that the attacker knows, by layer.
-            limits: Smallest and largest input.
+            scale: Scale of the inputs.
         """
         places = victims.places
         purpose = "gradient inversion"
@@ -271,7 +306,7 @@ class GradientInversion(Report, Observer):
         milestones = [self.iterations * part // 8 for part in (3, 5, 7)]
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
         for _ in range(self.iterations):
-            inputs = victims.inputs.index_put((torch.tensor(places),), guess)
+            inputs = victims.inputs.index_put((torch.tensor(places),), scale.back(guess))
             step = self._step(pl_module, cohort, victims, inputs)
             sent = [value[places] for value in step.gradients.values()]
             loss = _distance(sent, targets) + _SMOOTHNESS * _variation(guess)
@@ -280,7 +315,7 @@ class GradientInversion(Report, Observer):
             (guess.grad,) = torch.autograd.grad(loss.sum(), [guess])
             optimizer.step()
             schedule.step()
-            guess.data.clamp_(*limits)
+            guess.data.clamp_(scale.low, scale.high)
         # a model that has diverged gives no direction
         found: Tensor = guess.detach().nan_to_num()
         return found
@@ -302,7 +337,7 @@ class GradientInversion(Report, Observer):
         """Return the result of the newest attack on the smallest batch as text."""
         metrics, size = self.result(), min(self.batch_sizes)
         if f"privacy/psnr_batch_{size}" not in metrics:
-            return {}
+            return {"inverted gradient": f"no client could be attacked at batch size {size}"}
         line = "PSNR {:.1f} dB, correlation {:.2f} at batch size {}".format(
             metrics[f"privacy/psnr_batch_{size}"], metrics[f"privacy/correlation_batch_{size}"], size
         )
@@ -317,6 +352,11 @@ class GradientInversion(Report, Observer):
         """Return the figure ``inversion`` of reconstructed images."""
         images = self.images
         return {"inversion": lambda title: inversion_figure(images, title)} if images else {}
+
+
+def _finite(inputs: Tensor) -> Tensor:
+    """Return the inputs ``[n, ...]`` of samples whose values are all finite."""
+    return inputs[inputs.isfinite()[:, None].flatten(1).all(1)]
 
 
 def _sent_gradients(pl_module: FederatedModule, cohort: Cohort, victims: _Victims) -> dict[str, Tensor]:
@@ -361,7 +401,7 @@ def _matched(guess: Tensor, true: Tensor) -> Tensor:
     """Return the guesses ``[b, ...]`` in the order that fits the true samples best."""
     from scipy.optimize import linear_sum_assignment  # slow to import
 
-    errors = (guess[None] - true[:, None]).double().square().flatten(2).mean(2)
+    errors = (guess[None] - true[:, None]).double().square().reshape(len(true), len(true), -1).mean(2)
     return guess[torch.from_numpy(linear_sum_assignment(errors.cpu())[1])]
 
 
@@ -373,5 +413,7 @@ def _psnr(guess: Tensor, true: Tensor, span: float) -> float:
 
 def _correlation(guess: Tensor, true: Tensor) -> float:
     """Return the mean correlation of guesses ``[b, ...]`` with true samples; 0 if one is constant."""
-    one, other = (x.double().flatten(1) - x.double().flatten(1).mean(1, keepdim=True) for x in (guess, true))
+    one, other = (
+        x - x.mean(1, keepdim=True) for x in (each.double().reshape(len(each), -1) for each in (guess, true))
+    )
     return float((normalize(one) * normalize(other)).sum(1).mean())

@@ -1,6 +1,7 @@
 """Inference of a client's label mix from what the client sends."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import lightning as L
 import torch
@@ -9,8 +10,15 @@ from torch import Tensor
 
 from fl_lightning import Cohort, ConfigurationError, FederatedModule
 from fl_lightning.callbacks.observers.gradient_deviation import cohort_beside
-from fl_lightning.callbacks.observers.simulated_steps import SENT, Step, first_batches, simulated_step
+from fl_lightning.callbacks.observers.simulated_steps import (
+    SENT,
+    Step,
+    checked_pairs,
+    first_batches,
+    simulated_step,
+)
 from fl_lightning.client_data import every_batch
+from fl_lightning.clients import label_weights
 from fl_lightning.errors import check_at_least
 from fl_lightning.methods import Observer, Report
 
@@ -19,14 +27,17 @@ class LabelInference(Report, Observer):
     """Observer: how well a client's label mix can be inferred from its update and BN statistics.
 
     The attack runs in rounds that an evaluation follows, and in the last round. The attacker is a
-    server with a few validation samples of each class. From them it computes, with its model and
-    with BN as in this round, what a client would send that had samples of one class only. What a
-    real client sends is then explained as a mixture of these, by least squares with shares of at
-    least 0, scaled to the sum 1. A class without validation samples gets the share 0.
+    server with a few evaluation samples of each class, which are the server's validation samples, or
+    its test samples if there are no others. For each class, the server simulates a local
+    step on its samples of this class, with its model and with BN as in this round. The server then
+    fits what a real client sends as a mixture of the simulated updates, by least squares with shares
+    of at least 0, and scales the shares to the sum 1. A class without such samples gets the
+    share 0. If all shares are 0, all classes get the same share.
 
-    The update is such a mixture for one local step of SGD without weight decay and without BN, apart
-    from differences between samples. If a method corrects gradients at the client (SCAFFOLD), or
-    with other optimizers, the attack is weaker than it could be.
+    The update is such a mixture for one local step of SGD without weight decay and without BN, with
+    the same learning rate for all parameters, apart from differences between samples. If a method
+    corrects gradients at the client (SCAFFOLD), or with other optimizers, the attack is weaker than
+    it could be. Class weights of the loss are taken into account.
 
     The true label mix is that of the client's first batch in this round. The metrics are means over
     the clients of the round. The error of a label mix is half the sum of the absolute differences of
@@ -36,18 +47,20 @@ class LabelInference(Report, Observer):
     - ``privacy/label_error_statistics``: Error from the running means of BN alone. With a joint
       forward pass (FedTAN), the batch means are used, which clients exchange.
     - ``privacy/label_error_both``: Error from both. The two parts have equal weight, so this error
-      may be larger than one of them.
-    - ``privacy/label_error_guess``: Error of the label mix of the validation data, without an attack.
+      can be larger than the error from one part alone.
+    - ``privacy/label_error_guess``: Error of the label mix of the evaluation data, without an attack.
 
     Errors with BN statistics are logged only if clients send running means. HybridBN sends other
-    statistics. A failed attack is no proof, because a stronger one may succeed.
+    statistics. A failed attack does not show that the label mix is safe, because a stronger attack
+    may succeed.
 
     Args:
-        samples: Largest number of validation samples of each class that the attacker uses.
+        samples: Largest number of evaluation samples of each class that the attacker uses. All
+            classes are computed together, with a gradient for each.
 
     Raises:
-        ConfigurationError: ``samples`` is below 1, the data have no label of each sample, or the
-            model cannot be simulated.
+        ConfigurationError: ``samples`` is below 1, the samples have no whole numbers as labels, or
+            the model cannot be simulated.
     """
 
     examples = ({}, {"samples": 2})
@@ -69,31 +82,37 @@ class LabelInference(Report, Observer):
             self.newest = {}
 
     def on_round_start(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
-        """Compute what clients of one class would send, in round 1 and if an evaluation follows."""
+        """Simulate a client of each class, in round 1 and if an evaluation follows."""
         self._of_classes: Step | None = None
         self._exchanged: Step | None = None
         if not pl_module.evaluates_now and cohort.round > 1:
             return
         batches = first_batches(pl_module, cohort, "LabelInference")
-        inputs, labels = self._validation_samples(pl_module)
-        own = [_counted(targets) for _, targets in batches]
-        classes = int(max(each.max() for each in (labels, *own) if len(each))) + 1
-        self._mixes = torch.stack([each.bincount(minlength=classes) for each in own]).double()
-        self._guess = labels.bincount(minlength=classes).double()
-        self._known = self._guess.nonzero()[:, 0].tolist()
-        chosen = [(labels == label).nonzero()[: self.samples, 0] for label in self._known]
-        most = max(map(len, chosen))
-        index = torch.stack([one.repeat(most)[:most] for one in chosen])
-        batch = pl_module.on_device((inputs[index], labels[index]))
-        setting = f"LabelInference.samples: {self.samples}"
+        labels, chosen = self._evaluation_samples(pl_module)
+        own = [_counted(pl_module, targets, "the clients'")[1] for _, targets in batches]
+        classes = torch.tensor(sorted({*torch.cat([labels, *own]).tolist()}))
+        mixes = [
+            torch.searchsorted(classes, each).bincount(minlength=len(classes)) for each in (labels, *own)
+        ]
+        self._guess, *rest = (mix.double() for mix in mixes)
+        self._mixes, self._known = torch.stack(rest), self._guess.nonzero()[:, 0].tolist()
+        known = classes[self._known]
+        weights = label_weights(pl_module.client.loss)
+        self._weights = torch.ones(len(known)) if weights is None else weights.cpu()[known]
+        samples = [chosen[label] for label in known.tolist()]
+        most = max(map(len, samples))
+        inputs = torch.stack([one[torch.arange(most) % len(one)] for one in samples])
+        batch = pl_module.on_device((inputs, known[:, None].expand(-1, most)))
         with isolate_rng():
             server = cohort_beside(pl_module, cohort, common=True)
-            rows = [0] * len(chosen)
-            self._of_classes = _detached(simulated_step(pl_module, server, rows, batch, setting))
+            self._of_classes = self._step(pl_module, server, [0] * len(samples), batch)
             if pl_module.joint_method is not None:
                 stacked = tuple(torch.stack(part) for part in zip(*batches, strict=True))
-                rows = [*range(len(cohort))]
-                self._exchanged = _detached(simulated_step(pl_module, cohort, rows, stacked, setting))
+                self._exchanged = self._step(pl_module, cohort, [*range(len(cohort))], stacked)
+
+    def _step(self, pl_module: FederatedModule, cohort: Cohort, rows: list[int], batch: Any) -> Step:
+        setting = f"LabelInference.samples: {self.samples}"
+        return simulated_step(pl_module, cohort, rows, batch, setting, differentiable=False)
 
     def on_before_aggregate(self, trainer: L.Trainer, pl_module: FederatedModule, cohort: Cohort) -> None:
         """Attack what the clients send, if an evaluation follows."""
@@ -103,7 +122,7 @@ class LabelInference(Report, Observer):
         # clients without a finite update or without a sample are left out
         mixes, finite = (
             self._mixes[cohort.rows],
-            torch.stack([sent.isfinite().all(1) for _, sent in parts.values()]),
+            torch.stack([sent.isfinite().all(1) & known.isfinite().all() for known, sent in parts.values()]),
         )
         rows = [row for row in range(len(cohort)) if finite[:, row].all() and mixes[row].sum() > 0]
         found = {
@@ -143,7 +162,8 @@ class LabelInference(Report, Observer):
         """Return what clients of one class would send, and what the clients send, by part."""
         names, treatments = [*of_classes.gradients], cohort.treatments
         updates = _joined([cohort.server[name] - cohort.params[name] for name in names])
-        parts = {"update": (_joined([of_classes.gradients[name] for name in names]), updates)}
+        gradients = _joined([of_classes.gradients[name] for name in names])
+        parts = {"update": (self._weights[:, None] * gradients, updates)}
         layers = [layer for layer in of_classes.means if treatments[f"{layer}.running_mean"] in SENT]
         if layers:
             server = {layer: cohort.server_buffers[f"{layer}.running_mean"] for layer in layers}
@@ -168,32 +188,34 @@ class LabelInference(Report, Observer):
         error, blind = (self.newest[f"privacy/label_error_{name}"] for name in ("update", "guess"))
         return {"inferred label mix": f"error {error:.3g} from the update (a guess: {blind:.3g})"}
 
-    def _validation_samples(self, pl_module: FederatedModule) -> tuple[Tensor, Tensor]:
-        """Return the inputs and the labels of the server's validation data."""
-        batches = [*every_batch(pl_module.data.val_dataloader() or [])]
-        pairs = [batch for batch in batches if isinstance(batch, tuple | list) and len(batch) == 2]
-        labels = [pair[1] for pair in pairs if isinstance(pair[1], Tensor)]
-        if (
-            not labels
-            or len(labels) < len(batches)
-            or labels[0].dim() != 1
-            or labels[0].is_floating_point()
-            or not (kept := torch.cat(labels) >= 0).any()
-        ):
+    def _evaluation_samples(self, pl_module: FederatedModule) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the labels of the server's evaluation data, and some inputs of each label."""
+        labels, chosen = [], dict[int, Tensor]()
+        batches = every_batch(pl_module.data.val_dataloader() or [])
+        for inputs, targets in checked_pairs(batches, "LabelInference", "the server's"):
+            counted, known = _counted(pl_module, targets, "the server's")
+            labels.append(known)
+            for label in {*known.tolist()}:
+                found = inputs[counted][known == label]
+                chosen[label] = torch.cat([chosen.get(label, found[:0]), found])[: self.samples]
+        if not chosen:
             raise ConfigurationError(
-                "LabelInference: the server needs validation data of inputs and a label of each sample; set data.val_fraction, or "
-                "leave it out of trainer.callbacks"
+                "LabelInference: the server has no evaluation data with labels; set data.val_fraction, or leave LabelInference out of "
+                "trainer.callbacks"
             )
-        return torch.cat([inputs for inputs, _ in pairs])[kept], torch.cat(labels)[kept].long()
+        return torch.cat(labels), chosen
 
 
-def _counted(labels: Tensor) -> Tensor:
-    """Return the labels ``[n]`` that count, on the CPU."""
-    return labels[labels >= 0].cpu()
-
-
-def _detached(step: Step) -> Step:
-    return Step(*({name: value.detach() for name, value in each.items()} for each in step))
+def _counted(pl_module: FederatedModule, targets: Tensor, whose: str) -> tuple[Tensor, Tensor]:
+    """Return which targets ``[n]`` count, and those labels, on the CPU."""
+    if targets.dim() != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ConfigurationError(
+            f"LabelInference: {whose} targets are {[*targets.shape]} ({targets.dtype}), but the attack needs a label of each sample, a whole number; "
+            "leave LabelInference out of trainer.callbacks"
+        )
+    labels = targets.long().cpu()
+    counted = (labels >= 0) & (labels != pl_module.client.task.ignored)
+    return counted, labels[counted]
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

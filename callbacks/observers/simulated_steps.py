@@ -1,6 +1,6 @@
 """The first local step of clients, as a server that knows the method and the model can compute it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Step(NamedTuple):
     Attributes:
         gradients: Gradients ``[n, *shape]`` of the parameters that clients send, by name.
         means: Mean of the inputs of each BN layer with running statistics, ``[n, channels]``, by
-            name of the layer. Layers that are not called once are left out.
+            name of the layer. Only layers that are called exactly once are included.
         variances: Biased variance of these inputs, as ``means``.
     """
 
@@ -43,22 +43,28 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def simulated_step(
-    pl_module: FederatedModule, cohort: Cohort, rows: Sequence[int], batch: Any, setting: str
+    pl_module: FederatedModule,
+    cohort: Cohort,
+    rows: Sequence[int],
+    batch: Any,
+    setting: str,
+    *,
+    differentiable: bool = True,
 ) -> Step:
     """Compute the first local step of some clients without changing the run.
 
-    BN layers normalise as the method demands in this round. Dropout is off. If the method joins the
-    forward passes of the cohort, it joins those of ``rows``. The results can be differentiated with
-    respect to the batch. The derivative leaves out what a layer detaches (``backward: own`` of
-    FedTAN).
+    BN layers normalise as the method demands in this round. Dropout is off. If the method
+    joins the clients' forward passes, those of ``rows`` are joined. A derivative with respect to the
+    batch leaves out what a layer detaches (``backward: own`` of FedTAN).
 
     Args:
         pl_module: The federated module, inside a round.
         cohort: A cohort of this round, before its first local step.
-        rows: Clients with whose state the step begins, as indices into the cohort. An index may
+        rows: Clients whose state the step starts from, as indices into the cohort. An index may
             appear several times.
         batch: The batches ``[n, b, ...]`` of these clients.
         setting: Setting that decides the number of samples b, with its value, for error messages.
+        differentiable: Whether the results can be differentiated with respect to the batch.
 
     Raises:
         ConfigurationError: The model cannot be computed by ``torch.func.vmap`` or on b samples.
@@ -94,24 +100,47 @@ def simulated_step(
             objectives, means, variances = torch.func.vmap(passed)(
                 params, cohort.buffers.copies(index), batch
             )
-        except CannotVectorize as error:
-            raise ConfigurationError(
-                f"{setting.partition('.')[0]}: the attack needs torch.func.vmap, but {error}; leave it out of trainer.callbacks"
-            ) from error
         except ConfigurationError as error:
-            raise ConfigurationError(f"{setting}: the attack's step fails: {error}") from error
+            observer = setting.partition(".")[0]
+            if isinstance(error, CannotVectorize):
+                setting, remedy = f"{observer} needs torch.func.vmap", ""
+            else:
+                remedy = "use more samples, or "
+            # the remedies of the error's own message are about training
+            reason = str(error).partition("; ")[0]
+            raise ConfigurationError(
+                f"{setting}: {reason}; {remedy}leave {observer} out of trainer.callbacks"
+            ) from error
         leaves = [params[name] for name in sent]
-        found = torch.autograd.grad(objectives.sum(), leaves, create_graph=True, materialize_grads=True)
-    return Step(dict(zip(sent, found, strict=True)), means, variances)
+        found = torch.autograd.grad(
+            objectives.sum(), leaves, create_graph=differentiable, materialize_grads=True
+        )
+    step = Step(dict(zip(sent, found, strict=True)), means, variances)
+    return step if differentiable else Step(*(_detached(each) for each in step))
+
+
+def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in values.items()}
 
 
 def first_batches(pl_module: FederatedModule, cohort: Cohort, observer: str) -> list[tuple[Tensor, Tensor]]:
     """Return the first batch of each client in this round.
 
     Raises:
-        ConfigurationError: A batch is no pair of inputs and targets, or inputs differ in shape.
+        ConfigurationError: As in :func:`checked_pairs`.
     """
     batches = pl_module.client_batches(cohort, [*range(len(cohort))], 0).batches()
+    return [*checked_pairs(batches, observer, "the clients'")]
+
+
+def checked_pairs(batches: Iterable[Any], observer: str, whose: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches, each a pair of inputs and targets.
+
+    Raises:
+        ConfigurationError: A batch is no pair of floating-point inputs and targets, or samples of
+            batches differ in shape.
+    """
+    shapes: list[torch.Size] = []
     for batch in batches:
         parts = batch if isinstance(batch, tuple | list) else ()
         if (
@@ -120,11 +149,15 @@ def first_batches(pl_module: FederatedModule, cohort: Cohort, observer: str) -> 
             or not parts[0].is_floating_point()
         ):
             raise ConfigurationError(
-                f"{observer}: a client's batch must be a pair of floating-point inputs and targets; leave {observer} out of "
+                f"{observer}: {whose} batches must be pairs of floating-point inputs and targets; leave {observer} out of "
                 "trainer.callbacks"
             )
-    if len(shapes := {batch[0].shape[1:] for batch in batches}) > 1:
-        raise ConfigurationError(
-            f"{observer}: the clients' inputs have the shapes {' and '.join(str([*shape]) for shape in sorted(shapes))}; all must be equal"
-        )
-    return [(inputs, targets) for inputs, targets in batches]
+        found = [part.shape[1:] for part in parts]
+        for name, one, other in zip(("inputs", "targets"), shapes or found, found, strict=True):
+            if one != other:
+                raise ConfigurationError(
+                    f"{observer}: {whose} {name} have the shapes {[*one]} and {[*other]}, which must be equal; leave {observer} out of "
+                    "trainer.callbacks"
+                )
+        shapes = found
+        yield parts[0], parts[1]

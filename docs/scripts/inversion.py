@@ -1,4 +1,4 @@
-"""Draw what gradient inversion finds before and after FixBN's T*: ``python docs/scripts/inversion.py``.
+"""Draw what gradient inversion finds with BN and after FixBN's T*: ``python docs/scripts/inversion.py``.
 
 Two runs on Digits end with an attack on four clients: one with BN, and one whose statistics are frozen
 after half of the rounds. Both have the same samples.
@@ -46,5 +46,5 @@ def attacked(*callbacks: L.Callback) -> dict[str, torch.Tensor]:
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
-shown = {"BN, or FixBN before T*": attacked(), "FixBN after T*": attacked(FixBN(freeze_round=0.5))}
+shown = {"BN": attacked(), "FixBN after T*": attacked(FixBN(freeze_round=0.5))}
 write_figure(FIGURES_FOLDER / "inversion.png", inversion_figure(shown, []))

@@ -10,7 +10,7 @@ from fl_lightning.pictures.style import new_figure, paper_style
 
 @paper_style()
 def inversion_figure(images: Mapping[str, Mapping[str, Tensor]], title: Sequence[str]) -> Figure:
-    """Draw images in rows by where they come from, and in columns by batch size.
+    """Draw training images and reconstructions: a row for each label, and columns for each heading.
 
     Args:
         images: Images ``[images, C, H, W]`` by heading of their columns, then by label of their row.

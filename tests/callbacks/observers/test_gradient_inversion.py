@@ -1,6 +1,7 @@
 """Gradient inversion: what is attacked, what the attacker knows, and what the attack shows."""
 
 from itertools import permutations
+from math import isfinite
 
 import pytest
 import torch
@@ -109,6 +110,41 @@ def test_samples_of_a_shallow_smooth_network_are_reconstructed_with_every_method
     assert min(found["gradient"]) > max(found["mean image"]) + 10
 
 
+class Scaled(nn.Module):
+    def __init__(self, factors):
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, inputs):
+        return inputs * self.factors
+
+
+def test_the_unit_of_inputs_changes_nothing():
+    found = []
+    for factors in (torch.ones(4), torch.tensor([1000.0, 1.0, 0.01, 30.0])):
+        torch.manual_seed(0)
+        data = TensorData(torch.randn(40, 4) * factors, torch.arange(40) % 3, num_clients=2, batch_size=10)
+        observer = GradientInversion(batch_sizes=[2], clients=2, iterations=100)
+        model = nn.Sequential(Scaled(1 / factors), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        train(model, data, 1, [observer])
+        found.append([row[4] for row in observer.history])
+    assert found[0] == pytest.approx(found[1], abs=0.1)
+
+
+def test_a_sample_that_is_not_finite_leaves_out_its_batch_alone():
+    data = blobs()
+    data.clients[1].dataset.tensors[0].fill_(float("nan"))
+    observer = GradientInversion(batch_sizes=[2], clients=3, iterations=1)
+    federated_run(observer, model=small_cnn("bn", 0.0), data=data, rounds=1, on_divergence="drop")
+    assert {row[3] for row in observer.history} == {0, 2}
+    assert all(isfinite(score) for row in observer.history for score in row[4:])
+
+
+def test_a_run_without_an_attack_says_so():
+    observer, _ = attacked(batch_sizes=[64])
+    assert observer.result_lines() == {"inverted gradient": "no client could be attacked at batch size 64"}
+
+
 def test_noise_of_differential_privacy_reaches_the_attacker():
     targets = {}
     for name, settings in {
@@ -182,6 +218,10 @@ def test_the_metric_is_the_mean_over_clients_of_the_best_order():
 def test_the_mean_image_and_the_range_are_those_of_whole_first_batches_without_the_victims():
     observer, _ = attacked(rounds=1, clients=1)
     batches = torch.stack([blobs_batch(client)[0] for client in range(3)])
+    # standardised by channel
+    batches = (batches - batches.mean((0, 1, 3, 4), keepdim=True)) / batches.std(
+        (0, 1, 3, 4), correction=0, keepdim=True
+    )
     error = (batches[0, :2] - batches[1:].flatten(0, 1).mean(0)).square().mean()
     span = batches.max() - batches.min()
     (value,) = [row[4] for row in observer.history if row[2] == "mean image"]
@@ -295,6 +335,8 @@ def test_inputs_that_are_no_images_have_no_figure():
         ({"clients": 0}, "clients"),
         ({"iterations": 0}, "iterations"),
         ({"batch_sizes": [1, 0]}, "batch_sizes"),
+        ({"batch_sizes": [[1]]}, "batch_sizes"),
+        ({"batch_sizes": [1, 1]}, "batch_sizes"),
     ],
 )
 def test_wrong_settings_are_named(settings, place):
@@ -344,7 +386,9 @@ def test_a_resumed_run_keeps_earlier_attacks(tmp_path):
 
 
 def test_a_lightning_module_is_refused():
-    with pytest.raises(ConfigurationError, match="GradientInversion: a LightningModule's training_step"):
+    with pytest.raises(
+        ConfigurationError, match="GradientInversion: the attack cannot simulate a LightningModule"
+    ):
         federated(Lit(), GradientInversion(), data=sites())
 
 
@@ -357,11 +401,11 @@ LATE = {"check_val_every_n_epoch": 9}
     [
         (
             lambda: nn.Sequential(Drawing(), nn.Flatten(), nn.Linear(72, 3)),
-            "the attack needs torch.func.vmap",
+            "needs torch.func.vmap: .*; leave GradientInversion out",
         ),
         (
             lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(72), nn.Linear(72, 3)),
-            "batch_sizes: 1: the attack's",
+            "batch_sizes: 1: .* one value per channel.*; use more samples, or leave Gr",
         ),
     ],
 )
@@ -395,7 +439,9 @@ class Rounds(Callback):
 def test_batches_that_are_no_pairs_of_numbers_and_targets_are_refused():
     clients = [ArrayClient(torch.arange(16).view(8, 2), torch.arange(8) % 3, 4) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(20, 3), nn.Flatten(), nn.Linear(6, 3)).double()
-    with pytest.raises(ConfigurationError, match="must be a pair of floating-point inputs and targets"):
+    with pytest.raises(
+        ConfigurationError, match="the clients' batches must be pairs of floating-point inputs"
+    ):
         federated_run(
             GradientInversion(), data=FederatedDataModule(clients), model=model, rounds=3, trainer=LATE
         )
@@ -408,6 +454,23 @@ def test_inputs_of_different_shapes_are_named():
     ).double()
     with pytest.raises(ConfigurationError, match=r"inputs have the shapes \[4\] and \[6\]"):
         federated_run(GradientInversion(), data=FederatedDataModule(clients), model=model, rounds=1)
+
+
+def test_targets_of_different_shapes_are_named():
+    clients = [ArrayClient(torch.randn(8, 4).double(), torch.zeros(8, size).double(), 4) for size in (1, 2)]
+
+    class Loss(nn.Module):
+        def forward(self, outputs, targets):
+            return (outputs - targets).square().mean()
+
+    with pytest.raises(ConfigurationError, match=r"targets have the shapes \[1\] and \[2\]"):
+        federated_run(
+            GradientInversion(),
+            data=FederatedDataModule(clients),
+            model=nn.Linear(4, 1).double(),
+            rounds=1,
+            loss=Loss(),
+        )
 
 
 def test_a_layer_without_momentum_is_attacked():

@@ -9,6 +9,7 @@ from torch import nn
 from fl_lightning import ConfigurationError, FederatedCallback, FederatedDataModule, VectorizedExecutor
 from fl_lightning.callbacks import FBN, FedTAN, FixBN, HybridBN, LabelInference, PrivateSGD, SiloBN
 from fl_lightning.callbacks.observers import label_inference
+from fl_lightning.clients import Classification
 from fl_lightning.datamodules import Digits, Dirichlet, TensorData
 from fl_lightning.models import BNProbe, LeNet
 from tests.support.helpers import ArrayClient, client_batch, federated_run
@@ -141,18 +142,45 @@ def test_a_class_without_validation_samples_gets_no_share():
     assert row["guess"] == pytest.approx((0 + 1) / 2)
 
 
-def test_labels_that_do_not_count_are_left_out():
+@pytest.mark.parametrize(
+    ("label", "settings"),
+    [
+        (-100, {}),
+        (255, {"task": Classification(ignored=255)}),
+        (255, {"loss": nn.CrossEntropyLoss(ignore_index=255)}),
+    ],
+)
+def test_labels_that_do_not_count_are_left_out(label, settings):
     def marked():
         data = clients()
         for client in (*data.clients, data.server):
             inputs, labels = client.dataset.tensors
             inputs = torch.cat([inputs, inputs[:1]])
-            labels = torch.cat([labels, torch.tensor([-100])])
+            labels = torch.cat([labels, torch.tensor([label])])
             client.dataset.tensors = inputs, labels
             client.batch_size += 1
         return data
 
-    assert errors(data=marked)[1]["update"] < 1e-6
+    assert errors(data=marked, **settings)[1]["update"] < 1e-6
+
+
+def test_class_weights_of_the_loss_are_taken_into_account():
+    weights = torch.tensor([1.0, 5.0, 2.0]).double()
+    assert errors(loss=nn.CrossEntropyLoss(weight=weights))[1]["update"] < 1e-6
+
+
+def test_labels_may_be_large():
+    """Memory grows with the number of different labels, not with the largest."""
+    data = clients()
+    for client in (*data.clients, data.server):
+        inputs, labels = client.dataset.tensors
+        client.dataset.tensors = inputs, labels * 10**12
+
+    class Divided(nn.Module):
+        def forward(self, outputs, targets):
+            return nn.functional.cross_entropy(outputs, targets // 10**12)
+
+    assert errors(data=data, loss=Divided())[1]["update"] < 1e-6
 
 
 def test_clients_without_samples_or_with_updates_that_are_not_finite_are_left_out():
@@ -192,10 +220,55 @@ def test_data_without_labels_are_refused():
 
     own = [Regression(*of_labels(count), 8) for count in COUNTS]
     data = FederatedDataModule(own, Regression(*of_labels((3, 3, 3)), 8))
-    with pytest.raises(
-        ConfigurationError, match="needs validation data of inputs and a label of each sample"
-    ):
+    with pytest.raises(ConfigurationError, match=r"the server's targets are \[9, 1\] \(torch.float64\)"):
         errors(data=data, model=nn.Linear(4, 1).double(), loss=nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda labels: nn.functional.one_hot(labels, 3), r"targets are \[8, 3\] \(torch.int64\)"),
+        (lambda labels: labels > 0, r"targets are \[8\] \(torch.bool\)"),
+    ],
+)
+@pytest.mark.parametrize("whose", ["clients", "server"])
+def test_targets_that_are_no_labels_are_named(whose, changed, message):
+    data = clients(server=(2, 3, 3))
+    for client in data.clients if whose == "clients" else [data.server]:
+        inputs, labels = client.dataset.tensors
+        client.dataset.tensors = inputs, changed(labels)
+
+    class Cross(nn.Module):
+        def forward(self, outputs, targets):
+            return nn.functional.cross_entropy(
+                outputs, targets.double() if targets.dim() == 2 else targets.long()
+            )
+
+    with pytest.raises(ConfigurationError, match=f"LabelInference: the {whose}'? ?s? ?.*{message}"):
+        errors(data=data, loss=Cross())
+
+
+def test_evaluation_data_of_different_shapes_are_named():
+    data = clients()
+    data.val_dataloader = lambda: [(torch.zeros(2, size).double(), torch.zeros(2).long()) for size in (4, 5)]
+    with pytest.raises(ConfigurationError, match=r"the server's inputs have the shapes \[4\] and \[5\]"):
+        errors(data=data)
+
+
+def test_a_server_that_has_diverged_is_no_attacker():
+    def broken():
+        model = network()
+        nn.init.constant_(model[0].weight, float("nan"))
+        return model
+
+    assert not errors(model=broken, on_divergence="record")[1]
+
+
+def test_one_sample_of_each_class_is_too_few_for_bn():
+    with pytest.raises(
+        ConfigurationError, match=r"samples: 1: .* one value .*; use more samples, or leave LabelInf"
+    ):
+        errors(model=lambda: BNProbe(3, 4), samples=1)
 
 
 def test_wrong_settings_and_a_lightning_module_are_refused():
