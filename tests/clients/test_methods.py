@@ -13,7 +13,7 @@ from tests.support.outcomes import assert_same
 
 REFUSED = {
     "ClassifierBias": "measures class scores, which the validation_step",
-    "GradientInversion": "a LightningModule's training_step",
+    "GradientInversion": "the attack cannot simulate a LightningModule's training_step",
     "LabelInference": "the server cannot simulate a LightningModule's training_step",
 }
 EVALUATED = {"limit_val_batches": 1.0}
