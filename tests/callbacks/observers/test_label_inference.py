@@ -148,6 +148,14 @@ def test_a_class_without_validation_samples_gets_no_share():
         (-100, {}),
         (255, {"task": Classification(ignored=255)}),
         (255, {"loss": nn.CrossEntropyLoss(ignore_index=255)}),
+        (
+            -7,
+            {
+                "loss": lambda outputs, labels: nn.functional.cross_entropy(
+                    outputs, labels.where(labels >= 0, -100)
+                )
+            },
+        ),
     ],
 )
 def test_labels_that_do_not_count_are_left_out(label, settings):
@@ -253,6 +261,12 @@ def test_evaluation_data_of_different_shapes_are_named():
     data.val_dataloader = lambda: [(torch.zeros(2, size).double(), torch.zeros(2).long()) for size in (4, 5)]
     with pytest.raises(ConfigurationError, match=r"the server's inputs have the shapes \[4\] and \[5\]"):
         errors(data=data)
+
+
+def test_evaluation_samples_that_are_not_finite_end_the_attack_but_not_the_run():
+    data = clients()
+    data.server.dataset.tensors[0][0] = float("nan")
+    assert not errors(data=data, on_divergence="record")[1]
 
 
 def test_a_server_that_has_diverged_is_no_attacker():
