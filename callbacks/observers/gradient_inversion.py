@@ -80,20 +80,20 @@ class GradientInversion(Report, Observer):
     server that knows the model, the method, the labels, and a client's gradient on a batch of 1 or 4
     samples. The attacker also knows the mean, the standard deviation and the range of the inputs,
     which are those of the cohort's first batches in this round. Inputs are standardised with the
-    mean and deviation of each channel of an image, or of each feature of a table. The attacker seeks
-    inputs whose gradient points in the same direction and that are smooth::
+    mean and deviation of each channel of an image, or of each feature of a table. The attacker
+    minimises, over the inputs::
 
         1 - cos(gradient of the inputs, gradient of the client) + 0.001 total variation
 
-    by 500 steps of Adam from random inputs, with learning rate 0.1, which falls to 0.0001. The
-    paper's attack takes more steps, uses signs of gradients, and restarts.
+    The attack takes 500 steps of Adam from random inputs. The learning rate falls from 0.1 to 0.0001.
+    The paper's attack takes more steps, uses signs of gradients, and restarts.
 
     A second attack also knows BN statistics. It adds a penalty: 0.1 times the squared relative
     difference between the BN statistics of the reconstruction and the known ones, averaged over the
     layers. If clients send BN statistics, the known statistics are the mean and variance of the
     batch. The server can compute them from what a client sends after one local step. With HybridBN,
-    it cannot, but the attacker gets them. If BN statistics are frozen, the known statistics are the server's. Otherwise there is
-    no second attack.
+    the server cannot, but the attacker gets them. If BN statistics are frozen, the known statistics
+    are the server's. Otherwise there is no second attack.
 
     The setting favours the attacker: clients in practice have larger batches, take several local
     steps, and keep labels to themselves. The attacker also knows a client's local parameters, such

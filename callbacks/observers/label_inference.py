@@ -184,7 +184,7 @@ class LabelInference(Report, Observer):
     def result_lines(self) -> Mapping[str, str]:
         """Return the error from the update as text."""
         if not self.newest:
-            return {}
+            return {"inferred label mix": "no client could be attacked"}
         error, blind = (self.newest[f"privacy/label_error_{name}"] for name in ("update", "guess"))
         return {"inferred label mix": f"error {error:.3g} from the update (a guess: {blind:.3g})"}
 
